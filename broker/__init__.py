@@ -1,0 +1,1 @@
+"""The broker: owns every task from submit to consumed, in a durable journal."""
