@@ -144,7 +144,9 @@ class BrokerServer:
         poller.register(self._wake_read, zmq.POLLIN)
         try:
             while not self._stops:
-                poller.poll(self._poll_ms())
+                wait_ms = self._poll_ms()
+                self._timers.expect_turn(self._clock.now_ns() + wait_ms * 1_000_000)
+                poller.poll(wait_ms)
                 self._turn()
             self._finish()
         finally:

@@ -31,7 +31,11 @@ class Timers:
         self._heard: dict[int, int] = {}
         self._tasks: list[tuple[int, int]] = []
         self._grace: tuple[int, int] | None = None
-        self._last_turn_ns = now_ns
+        self._expected_ns = now_ns
+
+    def expect_turn(self, by_ns: int) -> None:
+        """The broker will look again by this time at the latest, unless it stalls."""
+        self._expected_ns = by_ns
 
     def heard(self, session: int, now_ns: int) -> None:
         """A peer said something."""
@@ -81,8 +85,7 @@ class Timers:
         ]
 
     def _compensate_stall(self, now_ns: int) -> None:
-        stall_ns = now_ns - self._last_turn_ns
-        self._last_turn_ns = now_ns
+        stall_ns = now_ns - self._expected_ns
         if stall_ns > self._heartbeat_ns:
             self._heard = {session: at + stall_ns for session, at in self._heard.items()}
             if self._grace is not None:

@@ -90,7 +90,9 @@ class World:
 
     # --- peers --------------------------------------------------------------------------------------------------
 
-    def trainer(self, name: str = "math", *, batch: int = 4, eta: int = 0, nonce: bytes = b"t" * 16, **more: Any) -> int:
+    def trainer(
+        self, name: str = "math", *, batch: int = 4, eta: int = 0, nonce: bytes = b"t" * 16, **more: Any
+    ) -> int:
         """A trainer session with credit for everything."""
         settings = m.PolicySettings(batch, eta, more.pop("concurrent", None), m.OnStale(more.pop("on_stale", "retry")))
         credit = more.pop("credit", 1000)
@@ -98,7 +100,9 @@ class World:
         self.apply(m.Grant(session, credit, 1 << 30))
         return session
 
-    def worker(self, name: str = "w", *, slots: int = 8, label: str = "0.0", nonce: bytes = b"w" * 16, **more: Any) -> int:
+    def worker(
+        self, name: str = "w", *, slots: int = 8, label: str = "0.0", nonce: bytes = b"w" * 16, **more: Any
+    ) -> int:
         """A worker session with credit for its slots."""
         credit = more.pop("credit", slots)
         session = self.hello(m.Hello(m.Role.WORKER, name, nonce, slots=slots, label=label, **more))
@@ -143,7 +147,9 @@ class World:
     def publish(self, session: int, version: int) -> Any:
         """PUBLISHED or the refusal."""
         self.apply(m.Publish(session, 1, version, f"/weights/{version}"))
-        return self.sent[session][-1] if isinstance(self.sent[session][-1], m.Refusal) else self.last(session, m.Published)
+        return (
+            self.sent[session][-1] if isinstance(self.sent[session][-1], m.Refusal) else self.last(session, m.Published)
+        )
 
     def weights(self, session: int, label: str, state: m.WeightState = m.WeightState.READY) -> None:
         """WEIGHTS."""
