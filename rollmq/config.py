@@ -155,7 +155,7 @@ class NodeConfig(Settings):
     """First pause before a worker that ended is started again; doubles up to `restart_pause_max_s`."""
     restart_pause_max_s: float = Field(30.0, gt=0)
     """Longest pause between restarts."""
-    stop_timeout_s: float = Field(30.0, gt=0)
+    stop_timeout_s: float = Field(45.0, gt=0)
     """How long workers may take to end after SIGTERM before they are killed."""
 
     def worker_configs(self) -> list[WorkerConfig]:

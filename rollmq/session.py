@@ -79,7 +79,6 @@ class Session:
         self._outgoing: deque[Message] = deque()
         self._closing = threading.Event()
         self._open = threading.Event()
-        self._ended = threading.Event()
         self._lock = threading.Lock()
         self.error: RollmqError | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -143,10 +142,14 @@ class Session:
         try:
             while self._link.state is not LinkState.CLOSED:
                 self._turn()
+        except Exception as error:  # noqa: BLE001 - not swallowed: the owner is told, and nobody else could be
+            log.exception("the session thread ended")
+            fatal = RollmqError(f"the session thread ended: {type(error).__name__}: {error}")
+            self._forget_session(fatal)
+            self._handler.lost(str(fatal), fatal)
         finally:
             self._drop_transport()
             self._open.clear()
-            self._ended.set()
 
     def _turn(self) -> None:
         now = time.monotonic()

@@ -20,7 +20,8 @@ class StalenessController:
         settings: the policy's bounds.
         running: admitted groups with a member still to be generated.
         ready: admitted groups that are finished but not yet consumed.
-        consumed_since_version: groups consumed since the current version was published.
+        consumed_since_version: groups consumed since the current version was published, with what was consumed
+            beyond B per version before.
     """
 
     settings: PolicySettings
@@ -45,5 +46,13 @@ class StalenessController:
         return consumer_version - head_version > self.settings.max_head_offpolicyness
 
     def version_published(self) -> None:
-        """A new version: what was consumed counts against the old one."""
+        """A new version: B groups of what was consumed were its batch; what was consumed beyond counts on.
+
+        Without the carry a trainer that takes more than B per version would be let further ahead than eta; a
+        trainer that takes less earns nothing by it, since the carry is never negative.
+        """
+        self.consumed_since_version = max(0, self.consumed_since_version - self.settings.consumer_batch_size)
+
+    def version_went_back(self) -> None:
+        """The policy returned to an earlier version: counting starts anew."""
         self.consumed_since_version = 0

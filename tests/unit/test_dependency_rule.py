@@ -49,7 +49,9 @@ def test_the_shared_room_imports_no_sockets_http_or_torch() -> None:
     for path in files("rollmq"):
         forbidden = {"zmq", "aiohttp", "numpy", "transformers"}
         assert not imports(path, top_level_only=False) & forbidden, path
-        assert not imports(path, top_level_only=True) & {"torch", "broker", "workers", "trainer_client", "examples"}, path
+        assert not imports(path, top_level_only=True) & {"torch", "broker", "workers", "trainer_client", "examples"}, (
+            path
+        )
 
 
 def test_only_the_command_line_reaches_into_other_rooms_and_only_when_used() -> None:

@@ -42,6 +42,24 @@ def test_capacity_may_be_negative_and_rejected_work_gives_its_budget_back() -> N
 
 @pytest.mark.parametrize("eta", [0, 1, 4, 16])
 @pytest.mark.parametrize("batch", [2, 4])
+def test_areals_grid_of_double_batches(eta: int, batch: int) -> None:
+    """Two batches at once complete iff eta >= 1; after one version, another two iff eta >= 2."""
+    world = World()
+    trainer, worker = world.trainer(batch=batch, eta=eta), world.worker(slots=64, credit=1000)
+    for version, needed in ((0, 1), (1, 2)):
+        tasks = world.submit(trainer, 2 * batch)
+        leased = [t for t in tasks if world.task(t).state is TaskState.LEASED]
+        assert (len(leased) == 2 * batch) == (eta >= needed)
+        world.finish(worker, *leased, head=world.state.policies["default"].versions.news.label)
+        world.consume(trainer, *leased)
+        if len(leased) < 2 * batch:
+            return
+        world.publish(trainer, version + 1)
+        world.weights(worker, f"1.{version + 1}")
+
+
+@pytest.mark.parametrize("eta", [0, 1, 4, 16])
+@pytest.mark.parametrize("batch", [2, 4])
 def test_the_grid_of_submissions_without_a_version(eta: int, batch: int) -> None:
     world = World()
     trainer, worker = world.trainer(batch=batch, eta=eta), world.worker(slots=64, credit=1000)
