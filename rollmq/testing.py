@@ -184,7 +184,9 @@ def local_fleet(
         DeadlineExceeded: a process was not ready in time.
     """
     with tempfile.TemporaryDirectory(prefix="rollmq-fleet-") as temporary:
-        fleet = Fleet(directory or Path(temporary), model, slots, policy, worker_args, broker_args)
+        home = directory or Path(temporary)
+        home.mkdir(parents=True, exist_ok=True)
+        fleet = Fleet(home, model, slots, policy, worker_args, broker_args)
         try:
             fleet.start_broker()
             for index in range(workers):

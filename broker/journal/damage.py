@@ -35,6 +35,6 @@ class Finding:
         """Return the error that refuses the journal because of this finding."""
         directory = self.file if self.file.is_dir() else self.file.parent
         return JournalDamaged(
-            f"{self}. Nothing was changed. Run `rollmq log verify {directory}` to list all damage, "
-            f"`rollmq log salvage {directory}` to copy what is intact to a new journal."
+            f"{self}. Nothing was changed. Run `rollmq log verify {directory}` to list all damage; "
+            "restore the directory from a copy, or start a new journal in another one."
         )

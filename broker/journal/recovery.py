@@ -2,8 +2,8 @@
 
 The rule (and the only change ever made to existing bytes): a bad record in the last segment that was never
 known to be durable is what an interrupted write leaves. It is copied to `<segment>.torn` and cut off.
-Everything else refuses the journal, names file, offset and sequence, and changes nothing; repair is kept
-apart, in `rollmq log salvage`.
+Everything else refuses the journal, names file, offset and sequence, and changes nothing; repair is no part of
+opening.
 """
 
 from __future__ import annotations
