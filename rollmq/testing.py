@@ -23,7 +23,7 @@ from typing import Any
 
 from rollmq.errors import DeadlineExceeded, RollmqError
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0
 
 

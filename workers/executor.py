@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollmq.errors import ProtocolError
@@ -172,6 +173,8 @@ class WorkflowExecutor:
             self._runs[lease] = run
             self.progress += 1
             run.task = asyncio.create_task(self._run(run), name=f"task {lease.task_id}")
+            # A task that is cancelled before its first step never enters `_run`, so its end is noticed here as well.
+            run.task.add_done_callback(partial(self._task_done, run))
             run.timer = asyncio.get_running_loop().call_later(max(0.0, deadline - time.monotonic()), self._expire, run)
 
     def _has_room(self) -> bool:
@@ -238,6 +241,10 @@ class WorkflowExecutor:
             self._on_outcome(run.episode.lease, outcome)
         self._fill()
         self._check_idle()
+
+    def _task_done(self, run: _Run, task: asyncio.Task[None]) -> None:
+        if run in self._stopping:
+            self._over(run, None)
 
     def _check_idle(self) -> None:
         if not self._waiting and not self._runs:

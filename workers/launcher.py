@@ -123,7 +123,7 @@ async def _launch_once(
     served_name = f"rollmq-{secrets.token_hex(8)}"
     log_path = spec.log_dir / f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}-{served_name[-6:]}.log"
     process = await EngineProcess.start(
-        backend.launch_command(spec, port=port, served_name=served_name),
+        backend.launch_command(spec, installation, port=port, served_name=served_name),
         env={**base_environment(spec.python), **backend.launch_environment(spec, installation), **spec.env},
         cwd=spec.log_dir,
         log_path=log_path,

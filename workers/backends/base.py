@@ -114,7 +114,9 @@ class RemoteInfBackendProtocol(Protocol):
     def check_launch(self, spec: LaunchSpec, installation: EngineInstallation) -> None:
         """Raises ConfigError if this model or version cannot be served."""
 
-    def launch_command(self, spec: LaunchSpec, *, port: int, served_name: str) -> tuple[str, ...]:
+    def launch_command(
+        self, spec: LaunchSpec, installation: EngineInstallation, *, port: int, served_name: str
+    ) -> tuple[str, ...]:
         """Program and arguments."""
 
     def launch_environment(self, spec: LaunchSpec, installation: EngineInstallation) -> dict[str, str]:

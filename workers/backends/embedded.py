@@ -38,7 +38,9 @@ class EmbeddedBackend:
         if not spec.is_sim:
             check_model_directory(spec.model)
 
-    def launch_command(self, spec: LaunchSpec, *, port: int, served_name: str) -> tuple[str, ...]:
+    def launch_command(
+        self, spec: LaunchSpec, installation: EngineInstallation, *, port: int, served_name: str
+    ) -> tuple[str, ...]:
         """The module's command line."""
         command = [str(spec.python), "-m", "workers.embedded", "--model", spec.model]
         command += ["--host", spec.host, "--port", str(port), "--served-name", served_name]

