@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.core.delivery import return_deliveries
+from broker.core.delivery import delivery_floor, return_deliveries
 from broker.core.events import CloseSession, OpenSession, Reply, SendTo
 from broker.core.fairness import PolicyQueue
 from broker.core.leases import adopt, end_leases, orphaned_leases
@@ -145,6 +145,7 @@ def _welcome(
     owner: bool = False,
     adopted: tuple[Adoption, ...] = (),
     dropped: tuple[TaskEpoch, ...] = (),
+    floor: int = 0,
 ) -> None:
     settings = turn.state.settings
     turn.answer(
@@ -160,6 +161,7 @@ def _welcome(
             owner=owner,
             adopted=adopted,
             dropped=dropped,
+            floor=floor,
         )
     )
 
@@ -206,6 +208,7 @@ def _welcome_trainer(turn: Turn, session: SessionState, message: Hello) -> None:
         (policy.versions.news,),
         policy_epoch=policy.versions.epoch,
         owner=policy.owner == message.name,
+        floor=delivery_floor(turn, trainer),
     )
 
 

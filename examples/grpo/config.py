@@ -78,8 +78,7 @@ class DemoConfig:
         Raises:
             ConfigError: naming the setting.
         """
-        if self.engine not in tuple(DemoEngine):
-            _require(False, "engine", self.engine, f"one of {', '.join(DemoEngine)}")
+        _require(self.engine in tuple(DemoEngine), "engine", self.engine, f"one of {', '.join(DemoEngine)}")
         object.__setattr__(self, "engine", DemoEngine(self.engine))
         counts = ("max_steps", "window", "groups_per_step", "hidden_size", "layers", "heads")
         for name in counts:

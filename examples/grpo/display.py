@@ -165,10 +165,9 @@ def _versions_text(versions: Mapping[str, int | None]) -> str:
 
 
 def _reward_text(report: DemoReport) -> str:
-    return (
-        f"{report.first_reward:.3f} (first step) -> {report.final_reward:.3f} (last {report.window} steps); "
-        f"goal {PASS_REWARD:g}"
-    )
+    last = min(report.window, len(report.history))
+    rise = f"{report.first_reward:.3f} (first step) -> {report.final_reward:.3f} (last {last} steps)"
+    return f"{rise}; goal {PASS_REWARD:g}"
 
 
 def _ledger_text(report: DemoReport) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import signal
 import threading
@@ -25,12 +26,13 @@ from examples.grpo.fleet import Fleet
 from examples.grpo.history import DemoReport, StepRecord
 from examples.grpo.plot import plot_run
 from examples.grpo.task import REWARD_NAME, REWARD_PATH
-from rollmq.errors import DeadlineExceeded, RollmqError
+from rollmq.errors import ConfigError, DeadlineExceeded, RollmqError
 from trainer_client import RolloutClient
 
 log = logging.getLogger(__name__)
 
 _MAX_MODEL_LEN = 128
+_PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "matplotlib")
 _POLL_S = 0.2
 _SIGTERM_EXIT = 128 + signal.SIGTERM
 
@@ -54,9 +56,11 @@ def run_demo(config: DemoConfig, *, console: Console | None = None) -> DemoRepor
         console: where to show the run; the standard output by default.
 
     Raises:
+        ConfigError: a package that the demo needs is not installed.
         RoleEnded: a broker or worker ended by itself.
         DeadlineExceeded: workers or a batch took too long.
     """
+    _check_packages()
     console = console or Console()
     began = time.monotonic()
     run_dir = _make_run_dir(config.output)
@@ -99,8 +103,6 @@ def worker_settings(config: DemoConfig, model_dir: Path) -> dict[str, Any]:
     }
     if config.engine is DemoEngine.EMBEDDED:
         settings["engine_args"] = ["--device", "cpu", "--threads", "1", "--seed", str(config.seed)]
-    else:
-        settings["engine_args"] = ["--enforce-eager"]  # Compiling takes longer than the whole run.
     if config.python is not None:
         settings["python"] = str(config.python)
     return settings
@@ -189,6 +191,13 @@ def _make_model(config: DemoConfig, directory: Path) -> Path:
         seed=config.seed,
         dtype=config.dtype,
     )
+
+
+def _check_packages() -> None:
+    """Say at the start, and not after the training, what is missing."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the demo needs {', '.join(missing)}: install the extra with `pip install 'rollmq[demo]'`")
 
 
 def _make_run_dir(output: Path) -> Path:

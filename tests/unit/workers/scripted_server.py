@@ -1,6 +1,7 @@
 """A server that speaks the embedded engine's HTTP contract and does what a test told it to, for faults and edges.
 
-POST /script {"generate": [step, ...], "fail": {path: status}, "label": forced label or null} sets what happens next;
+POST /script {"generate": [step, ...], "fail": {path: status}, "drop": [path, ...], "label": forced label or null} sets
+what happens next (a path in "drop" loses its connection once);
 GET /script answers with all requests seen. A generate step is one of {"tokens": n, "finish": reason},
 {"status": s}, {"hang": true}, {"drop": true} and {"raw": body}; when none is left, requests run to their length.
 A token's id is its position in prompt + output, modulo the vocabulary.
@@ -27,6 +28,7 @@ class Scripted:
         self.forced_label: str | None = None
         self.steps: list[dict[str, Any]] = []
         self.fail: dict[str, int] = {}
+        self.drop: list[str] = []
         self.seen: list[dict[str, Any]] = []
         self.paused = False
         self.hanging: dict[str, asyncio.Event] = {}
@@ -35,6 +37,7 @@ class Scripted:
         body = await request.json()
         self.steps = body.get("generate", [])
         self.fail = body.get("fail", {})
+        self.drop = body.get("drop", [])
         self.forced_label = body.get("label")
         return web.json_response({})
 
@@ -106,6 +109,10 @@ class Scripted:
         if request.path not in ("/script", "/health", "/info"):
             body = await request.json() if request.can_read_body else {}
             self.seen.append({"path": request.path, "body": body})
+        if request.path in self.drop:
+            self.drop.remove(request.path)
+            assert request.transport is not None
+            request.transport.close()
         if request.path in self.fail:
             return web.json_response({"error": {"message": "scripted failure"}}, status=self.fail[request.path])
         response: web.StreamResponse = await handler(request)

@@ -192,6 +192,13 @@ async def test_a_failed_update_fences_until_a_later_one_succeeds(scripted, tmp_p
     assert (await scripted.engine.generate(request())).labels == {"0.1"}
 
 
+@pytest.mark.parametrize("route", ["/pause", "/update_weights", "/resume"])
+async def test_a_control_call_whose_connection_was_dropped_is_made_again(scripted, tmp_path: Path, route: str) -> None:
+    await scripted.script(drop=[route])
+    await scripted.engine.update_weights(str(tmp_path), "0.1", "keep")
+    assert len(await scripted.requests(route)) == 2 and not (await scripted.log())["paused"]
+
+
 async def test_an_update_that_the_engine_does_not_confirm_is_a_failure(scripted, tmp_path: Path) -> None:
     await scripted.script(label="0.0")
     with pytest.raises(WeightUpdateError, match=r"reports weight version '0.0' instead of '0.1'"):

@@ -215,7 +215,7 @@ async def test_nothing_survives_a_kill_9_of_the_owner(tmp_path: Path) -> None:
     (tmp_path / "script").write_text(STUBBORN)
     (tmp_path / "pids").mkdir()
     arguments = [str(Path(__file__).parent), str(tmp_path / "logs"), str(tmp_path / "pids"), str(tmp_path / "script")]
-    owner = subprocess.Popen(
+    owner = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", textwrap.dedent(OWNER), *arguments], stdout=subprocess.PIPE, start_new_session=True
     )
     try:

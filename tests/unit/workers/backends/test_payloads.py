@@ -124,7 +124,7 @@ def test_embedded_answer() -> None:
 def vllm_body(**changes: Any) -> dict[str, Any]:
     content = [{"token_id": 4, "logprob": -0.5, "rank": 1}, {"token_id": 5, "logprob": -1.0, "rank": 2}]
     choice = {
-        "index": 0, "token_ids": [4, 5], "finish_reason": "abort", "stop_reason": None, "logprobs": {"content": content},
+        "token_ids": [4, 5], "logprobs": {"content": content}, "finish_reason": "abort", "stop_reason": None,
         "weight_versions": [{"version": "1.2", "start": 0, "end": 1}, {"version": "1.3", "start": 1, "end": 2}],
     }  # fmt: skip
     return {"choices": [{**choice, **changes}]}
