@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Any
 import zmq
 
 from broker import reports
+from broker.admin import AdminDesk, Asked
 from broker.clock import BrokerClock
 from broker.core.events import (
     Broadcast,
@@ -43,7 +45,20 @@ from rollmq import __version__
 from rollmq.codec import MAX_BODY_BYTES, decode, encode
 from rollmq.config import BrokerConfig
 from rollmq.errors import JournalFailed, ProtocolError
-from rollmq.messages import Heartbeat, Hello, Message, News, PolicyNews, Query, Refusal, RefusalCode, Report, Welcome
+from rollmq.messages import (
+    Heartbeat,
+    Hello,
+    Message,
+    News,
+    PolicyNews,
+    Query,
+    Refusal,
+    RefusalCode,
+    Report,
+    Role,
+    Submit,
+    Welcome,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +67,7 @@ LONGEST_POLL_S = 1.0
 BEAT_S = 1.0
 STRIKES = 5
 MAX_STRUCK_PEERS = 10_000
-FLUSH_AT_STOP_S = 2.0
+DRAIN_S = 0.5
 ITEMS_PER_MESSAGE = 64
 
 
@@ -77,10 +92,12 @@ class BrokerServer:
         self._clock = BrokerClock(replayed.last_ns)
         self._outbox = Outbox(sockets.send, journal.read_body)
         now_ns = self._clock.now_ns()
-        self._timers = Timers(config.heartbeat_s, config.dead_after_s, now_ns)
+        self._timers = Timers(config.heartbeat_s, config.dead_after_s, config.lease_s, now_ns)
         for task_id, at_ns in replayed.deadlines.items():
             self._timers.expire_task(task_id, at_ns)
         self._broadcasts: list[Broadcast] = []
+        self._admin = AdminDesk(config.heartbeat_s, config.dead_after_s, machine.state.broker_epoch + 1)
+        self._disk_is_low = False
         self._strikes: Counter[bytes] = Counter()
         self._counters: Counter[str] = Counter()
         self._started_at = time.monotonic()
@@ -148,19 +165,22 @@ class BrokerServer:
                 self._timers.expect_turn(self._clock.now_ns() + wait_ms * 1_000_000)
                 poller.poll(wait_ms)
                 self._turn()
-            self._finish()
+            poller.unregister(self._wake_read)
+            self._finish(poller)
         finally:
             self._sockets.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
 
-    def _finish(self) -> None:
+    def _finish(self, poller: zmq.Poller) -> None:
+        """Refuses new tasks for a moment, so that trainers hear why, then leaves with everything durable and sent."""
         self._apply(BrokerDraining(self._machine.state.broker_epoch))
+        deadline = time.monotonic() + DRAIN_S
+        while time.monotonic() < deadline:
+            poller.poll(int(max(0.0, deadline - time.monotonic()) * 1000) + 1)
+            self._turn()
         self._journal.sync(timeout_s=60.0)
-        deadline = time.monotonic() + FLUSH_AT_STOP_S
-        while self._outbox.waiting() and time.monotonic() < deadline:
-            self._outbox.flush(self._journal.durable)
-            time.sleep(0.005)
+        self._flush()
         self._journal.close()
 
     def _poll_ms(self) -> int:
@@ -205,13 +225,27 @@ class BrokerServer:
             return
         session = getattr(message, "session", 0)
         if isinstance(message, Hello):
-            self._apply(message, route)
+            self._greet(route, message)
+        elif self._admin.owns(session, route):
+            self._answer_admin(route, session, message)
         elif session == 0 or self._outbox.route(session) != route:
             self._counters["unknown_session"] += 1
             self._sockets.send(route, encode(unknown_session(message)))
         else:
             self._timers.heard(session, self._clock.now_ns())
             self._serve(message)
+
+    def _greet(self, route: bytes, message: Hello) -> None:
+        if message.role is Role.ADMIN:
+            self._sockets.send(route, encode(self._admin.hello(route, message)))
+        else:
+            self._apply(message, route)
+
+    def _answer_admin(self, route: bytes, session: int, message: Message) -> None:
+        answer = self._admin.answer(session, message)
+        if isinstance(answer, Asked):
+            answer = self._report(answer.query)
+        self._sockets.send(route, encode(answer))
 
     def _strike(self, route: bytes, text: str) -> None:
         """A peer sent what is no message: it is told, counted, and after a few tries not answered any more."""
@@ -229,10 +263,18 @@ class BrokerServer:
 
     def _serve(self, message: Message) -> None:
         if isinstance(message, Query):
-            self._answer_query(message)
+            self._put(SendTo(message.session, self._report(message), self._machine.state.sequence), beat=False)
+        elif isinstance(message, Submit) and self._disk_is_low:
+            text = f"less than {self._config.disk_floor_bytes} bytes are free for the journal; results are still taken"
+            self._put(
+                SendTo(message.session, Refusal(message.session, message.request, RefusalCode.DISK_LOW, text, 5.0), 0),
+                beat=False,
+            )
         elif self._machine.is_recorded(message):
             self._apply(message)
         else:
+            if isinstance(message, Heartbeat):
+                self._timers.beat(message.session, message.progress, message.running, self._clock.now_ns())
             effects = self._machine.read(make_event(self._clock.now_ns(), message))
             self._carry_out(effects, beat=isinstance(message, Heartbeat))
 
@@ -291,6 +333,7 @@ class BrokerServer:
             return
         self._next_beat = now + BEAT_S
         self._beat += 1
+        self._disk_is_low = shutil.disk_usage(self._config.journal).free < self._config.disk_floor_bytes
         durable = self._journal.durable
         news = [p.versions.news for p in self._machine.state.policies.values() if p.versions.news.sequence <= durable]
         if not news:
@@ -303,7 +346,7 @@ class BrokerServer:
 
     # --- facts --------------------------------------------------------------------------------------------------
 
-    def _answer_query(self, query: Query) -> None:
+    def _report(self, query: Query) -> Message:
         state = self._machine.state
         document: Any
         if query.what == "status":
@@ -312,11 +355,8 @@ class BrokerServer:
             document = reports.tasks(state, query)
         else:
             text = f"there is no report {query.what!r}; ask for status or tasks"
-            refusal = Refusal(query.session, query.request, RefusalCode.MALFORMED, text)
-            self._put(SendTo(query.session, refusal, 0), beat=False)
-            return
-        report = Report(query.session, query.request, (json.dumps(document).encode(),))
-        self._put(SendTo(query.session, report, state.sequence), beat=False)
+            return Refusal(query.session, query.request, RefusalCode.MALFORMED, text)
+        return Report(query.session, query.request, (json.dumps(document).encode(),))
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -326,6 +366,7 @@ class BrokerServer:
             "news_address": self._sockets.news_address,
             "uptime_s": round(time.monotonic() - self._started_at, 3),
             "sessions": len(self._machine.state.sessions),
+            "disk_is_low": self._disk_is_low,
             "waiting_messages": self._outbox.waiting(),
             "counters": dict(self._counters),
         }

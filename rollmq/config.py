@@ -5,6 +5,7 @@ Importable without any heavy package; validators refuse combinations that cannot
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -42,7 +43,8 @@ class BrokerConfig(Settings):
     dead_after_s: float = Field(10.0, gt=0)
     """Silence after which a session is over and its leases are requeued."""
     lease_s: float = Field(30.0, gt=0)
-    """Length of a lease; every heartbeat of its worker renews it."""
+    """How long a worker may run episodes without its episode loop moving; every heartbeat that shows progress renews
+    its leases. A thread of its own sends the heartbeats, so a loop that is stuck does not look alive."""
     adoption_grace_s: float = Field(10.0, ge=0)
     """After a restart, how long leases wait for their workers to come back before they are requeued."""
     task_deadline_s: float = Field(3600.0, gt=0)
@@ -55,6 +57,8 @@ class BrokerConfig(Settings):
     """Most open tasks of one trainer; more are refused as `busy`."""
     retain_ended: int = Field(100_000, ge=0)
     """How many ended tasks stay known, for idempotency keys and for trainers restored from a checkpoint."""
+    disk_floor_bytes: int = Field(256 * 1024 * 1024, ge=0)
+    """Free disk space below which new tasks are refused as `disk_low`; results are still taken."""
     segment_bytes: int = Field(64 * 1024 * 1024, ge=4096)
     """Size at which a journal segment is closed and a new one begun."""
 
@@ -83,8 +87,8 @@ class WorkerConfig(Settings):
 
     broker: str = DEFAULT_ADDRESS
     """Address of the broker."""
-    name: str = Field(default_factory=lambda: f"{socket.gethostname()}-worker", min_length=1, max_length=128)
-    """Unique name; a second worker of the same name supersedes the first."""
+    name: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}", min_length=1, max_length=128)
+    """Unique name, by default from host and process; a second worker of the same name supersedes the first."""
     policy: str = "default"
     """The policy whose tasks it runs."""
     engine: Literal["embedded", "vllm", "sglang"] = "embedded"

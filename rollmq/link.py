@@ -8,6 +8,7 @@ grow from 0.1 to 5 s with jitter, so that a restarted broker does not meet a sto
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,6 +112,7 @@ class Link:
         self._heartbeat_s = 2.0
         self._dead_after_s = 10.0
         self._beat_at = 0.0
+        self._expected_at = math.inf
 
     def deadline(self) -> float:
         """When `poll` has something to do if nothing is received before, on the caller's clock."""
@@ -119,7 +121,13 @@ class Link:
         return self._wake_at
 
     def poll(self, now: float) -> list[Instruction]:
-        """What time alone demands."""
+        """What time alone demands. Call it by `deadline` at the latest; whoever comes later has stalled."""
+        self._compensate_stall(now)
+        instructions = self._poll(now)
+        self._expected_at = self.deadline()
+        return instructions
+
+    def _poll(self, now: float) -> list[Instruction]:
         if self.state is LinkState.OPEN:
             return self._poll_open(now)
         if now < self._wake_at or self.state is LinkState.CLOSED:
@@ -155,6 +163,12 @@ class Link:
         self._wake_at = now + CLOSE_TIMEOUT_S
         return [Send(Bye(self.session))]
 
+    def _compensate_stall(self, now: float) -> None:
+        """Our own absence is not the broker's silence: it could not answer beats that we did not send."""
+        stall = now - self._expected_at
+        if stall > self._heartbeat_s:
+            self._heard_at += stall
+
     def _finish(self) -> list[Instruction]:
         self.state = LinkState.CLOSED
         self.session = 0
@@ -171,6 +185,7 @@ class Link:
         self._pause_s = FIRST_PAUSE_S
         self._heartbeat_s, self._dead_after_s = message.heartbeat_s, message.dead_after_s
         self._beat_at = now + self._heartbeat_s
+        self._expected_at = self.deadline()
         return [Opened(message)]
 
     def _poll_open(self, now: float) -> list[Instruction]:

@@ -68,12 +68,10 @@ class Reason(StrEnum):
 
     ENGINE_FAILED = "engine_failed"
     WORKER_LOST = "worker_lost"
-    LEASE_EXPIRED = "lease_expired"
     RETURNED = "returned"
     DRAINED = "drained"
     BROKER_RESTARTED = "broker_restarted"
     STALE_VERSION = "stale_version"
-    HANDED_BACK = "handed_back"
     WORKFLOW_RAISED = "workflow_raised"
     REQUEST_REJECTED = "request_rejected"
     REWARD_FAILED = "reward_failed"
@@ -94,12 +92,10 @@ class Cause(StrEnum):
 CAUSE_OF: dict[Reason, Cause] = {
     Reason.ENGINE_FAILED: Cause.INFRASTRUCTURE,
     Reason.WORKER_LOST: Cause.INFRASTRUCTURE,
-    Reason.LEASE_EXPIRED: Cause.INFRASTRUCTURE,
     Reason.RETURNED: Cause.NONE,
     Reason.DRAINED: Cause.NONE,
     Reason.BROKER_RESTARTED: Cause.NONE,
     Reason.STALE_VERSION: Cause.NONE,
-    Reason.HANDED_BACK: Cause.NONE,
     Reason.WORKFLOW_RAISED: Cause.DATA,
     Reason.REQUEST_REJECTED: Cause.DATA,
     Reason.REWARD_FAILED: Cause.DATA,

@@ -142,7 +142,7 @@ class Session:
         try:
             while self._link.state is not LinkState.CLOSED:
                 self._turn()
-        except Exception as error:  # noqa: BLE001 - not swallowed: the owner is told, and nobody else could be
+        except Exception as error:
             log.exception("the session thread ended")
             fatal = RollmqError(f"the session thread ended: {type(error).__name__}: {error}")
             self._forget_session(fatal)

@@ -362,7 +362,8 @@ class AsyncRolloutClient:
         Args:
             weights: where they are, complete.
             version: greater than the current one.
-            check: look at the directory from here; False if only the workers can see it.
+            check: look at the directory from here, unless all workers of the policy simulate their engine; False if
+                only the workers can see it.
 
         Raises:
             ConfigError: the directory does not exist or holds no weights.
@@ -370,10 +371,21 @@ class AsyncRolloutClient:
         """
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
             raise ConfigError(f"version is {version!r}; it must be an int >= 0, greater than {self.version}")
-        source = weights.source(check)
+        source = await self._checked_source(weights) if check else weights.source(check=False)
         self._connection.check_usable()
         self._core.flush_consumed()
         await self._ask(Publish, Published, f"publish of version {version}", version=version, source=source)
+
+    async def _checked_source(self, weights: DiskWeights) -> str:
+        """The source, looked at from here unless every worker of the policy simulates its engine."""
+        try:
+            return weights.source(check=True)
+        except ConfigError:
+            status = await self.status()
+            engines = {worker["engine"] for worker in status["workers"] if worker["policy"] == self._settings.policy}
+            if engines != {"sim"}:
+                raise
+        return weights.source(check=False)
 
     async def status(self) -> dict[str, Any]:
         """The broker's facts: ledger, policies, workers, trainers, journal, broker."""

@@ -40,6 +40,7 @@ from rollmq.messages import (
     Welcome,
 )
 from workers.broker_session import BrokerSession
+from workers.embedded.sim_options import is_sim
 from workers.executor import WorkflowExecutor
 from workers.leases import Failed, Lease, LeaseTable, Outcome
 from workers.outbox import fitting, outcome_messages, return_messages, started_messages
@@ -89,6 +90,7 @@ class Worker:
         self._max_body_bytes = MAX_BODY_BYTES
         self._started: list[Lease] = []
         self._flush_planned = False
+        self._loop_turns = 0
         self._draining = False
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
@@ -171,7 +173,7 @@ class Worker:
             name=self._config.name,
             nonce=self._nonce,
             policy=self._config.policy,
-            engine=self._config.engine,
+            engine="sim" if is_sim(self._config.model) else self._config.engine,
             slots=self._config.slots,
             label=self._keeper.report.label if self._keeper.ready else "",
             held=held,
@@ -182,7 +184,7 @@ class Worker:
 
     def progress(self) -> tuple[int, int]:
         """See `SessionOwner.progress`."""
-        return self._executor.progress, self._executor.running
+        return self._executor.progress + self._loop_turns, self._executor.running
 
     # --- session: on the loop -----------------------------------------------------------------------------------
 
@@ -308,6 +310,7 @@ class Worker:
     async def _flush_now_and_then(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_INTERVAL_S)
+            self._loop_turns += 1  # shown in heartbeats: the loop is not stuck, even while no episode ends
             self._plan_flush()
 
 

@@ -78,12 +78,16 @@ class PolicyQueue:
 def _head(queue: TrainerQueue, fresh_allowed: bool, is_current: Callable[[int, bool], bool]) -> int | None:
     """The trainer's next task: members of admitted groups first, since a group is only useful complete."""
     admitted = _peek(queue.admitted, True, is_current)
-    if admitted is not None or not fresh_allowed:
-        return admitted
-    return _peek(queue.fresh, False, is_current)
+    if admitted is not None:
+        return admitted[1]
+    fresh = _peek(queue.fresh, False, is_current)
+    # Evaluation needs no room in the budget; it sorts before everything else, so looking at the first is enough.
+    return fresh[1] if fresh is not None and (fresh_allowed or fresh[0] == RANK[Priority.EVAL]) else None
 
 
-def _peek(heap: list[tuple[int, int]], admitted: bool, is_current: Callable[[int, bool], bool]) -> int | None:
+def _peek(
+    heap: list[tuple[int, int]], admitted: bool, is_current: Callable[[int, bool], bool]
+) -> tuple[int, int] | None:
     while heap and not is_current(heap[0][1], admitted):
         heapq.heappop(heap)
-    return heap[0][1] if heap else None
+    return heap[0] if heap else None

@@ -43,7 +43,7 @@ def _group(group: Group) -> list[Any]:
     counts = sorted((state.value, count) for state, count in group.counts.items() if count)
     return [
         group.group_id, group.trainer, group.policy, group.key, group.size, sorted(group.members.items()), counts,
-        group.admitted, group.phase, group.counted_at,
+        group.budgeted, group.admitted, group.phase, group.counted_at,
     ]  # fmt: skip
 
 

@@ -100,6 +100,7 @@ class Group:
         size: how many members it will have.
         members: task ids by member index.
         counts: members per state.
+        budgeted: whether it counts in the admission budget; evaluation does not, since nothing is trained on it.
         admitted: whether it holds a place in the policy's budget.
         counted_at: sequence of the version it was counted as consumed under; 0 = not counted.
     """
@@ -111,6 +112,7 @@ class Group:
     size: int
     members: dict[int, int] = field(default_factory=dict)
     counts: dict[TaskState, int] = field(default_factory=dict)
+    budgeted: bool = True
     admitted: bool = False
     phase: str = "waiting"
     counted_at: int = 0

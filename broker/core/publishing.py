@@ -92,20 +92,26 @@ def weights(turn: Turn, session: SessionState, message: Weights) -> None:
 def resume(turn: Turn, session: SessionState, message: Resume) -> None:
     """Puts deliveries and version back to where the trainer's checkpoint was."""
     policy = turn.state.policies[session.policy]
-    refusal = _refuse_resume(policy, session, message)
+    trainer = turn.state.trainers[session.name]
+    refusal = _refuse_resume(policy, trainer, session, message)
     if refusal is not None:
         turn.decide(0, -1, f"resume refused: {refusal.code.value}")
         turn.answer(refusal)
         return
     if message.version < policy.versions.version:
         _go_back(turn, policy, message.version)
-    trainer = turn.state.trainers[session.name]
     rewound = _rewind(turn, trainer, message)
     turn.answer(Resumed(session.session, message.request, rewound, policy.versions.news))
 
 
-def _refuse_resume(policy: Policy, session: SessionState, message: Resume) -> Refusal | None:
+def _refuse_resume(policy: Policy, trainer: Trainer, session: SessionState, message: Resume) -> Refusal | None:
     current = policy.versions.version
+    if message.cursor >= trainer.next_delivery:
+        text = (
+            f"the checkpoint has taken delivery {message.cursor} of trainer {trainer.name}, but this journal's next is "
+            f"{trainer.next_delivery}; is this the journal of that run?"
+        )
+        return Refusal(session.session, message.request, RefusalCode.CONFLICT, text)
     if message.version > current:
         text = (
             f"the checkpoint is at version {message.version} but policy {policy.name} is at {current}; is this the "
@@ -159,4 +165,7 @@ def _rewind(turn: Turn, trainer: Trainer, message: Resume) -> int:
         elif not was_taken and task.state is TaskState.CONSUMED:
             make_ready(turn, task, "rewound to the checkpoint")
             rewound += 1
+            if task.tail_version > message.version:
+                # Its newest tokens are of a version that the checkpoint has not trained yet: run it again.
+                requeue(turn, task, Reason.REWOUND, f"trainer restored at version {message.version}")
     return rewound

@@ -43,10 +43,8 @@ def hello(turn: Turn, message: Hello) -> None:
     session = _open(turn, message)
     if message.role is Role.WORKER:
         _welcome_worker(turn, session, message)
-    elif message.role is Role.TRAINER:
-        _welcome_trainer(turn, session, message)
     else:
-        _welcome(turn, session, tuple(p.versions.news for p in turn.state.policies.values()))
+        _welcome_trainer(turn, session, message)
 
 
 def _refuse(state: BrokerState, message: Hello) -> Refusal | None:
@@ -56,6 +54,8 @@ def _refuse(state: BrokerState, message: Hello) -> Refusal | None:
     if not message.protocol_min <= PROTOCOL_VERSION <= message.protocol_max:
         spoken = f"{message.protocol_min} to {message.protocol_max}"
         return refuse(RefusalCode.NOT_ALLOWED, f"the broker speaks protocol {PROTOCOL_VERSION}, the peer {spoken}")
+    if message.role is Role.ADMIN:
+        return refuse(RefusalCode.NOT_ALLOWED, "sessions of admins are not the core's")
     if not message.name or not message.policy or len(message.nonce) != 16:
         return refuse(RefusalCode.MALFORMED, "HELLO needs a name, a policy and a nonce of 16 bytes")
     if message.role is Role.WORKER and message.slots < 1:
@@ -115,7 +115,7 @@ def _open(turn: Turn, message: Hello) -> SessionState:
 def _supersede(turn: Turn, message: Hello) -> None:
     """An older session of the same role and name ends: silently for the same instance, with notice for another."""
     for old in list(turn.state.sessions.values()):
-        if old.role is not message.role or old.name != message.name or old.role is Role.ADMIN:
+        if old.role is not message.role or old.name != message.name:
             continue
         if old.nonce != message.nonce:
             text = f"a newer {old.role.value} named {old.name} took over"

@@ -13,6 +13,7 @@ from broker.core.transitions import end, push
 from broker.core.turn import Turn, chunks
 from rollmq.messages import (
     Cancel,
+    Priority,
     Reason,
     Refusal,
     RefusalCode,
@@ -91,7 +92,8 @@ def _group_for(turn: Turn, trainer: Trainer, item: SubmitItem) -> Group | None:
         group = turn.state.groups[group_id]
         return group if group.size == item.size and item.member not in group.members else None
     group_id = turn.state.next_task
-    group = Group(group_id, trainer.name, trainer.policy, item.group, item.size)
+    budgeted = item.priority is not Priority.EVAL
+    group = Group(group_id, trainer.name, trainer.policy, item.group, item.size, budgeted=budgeted)
     turn.state.groups[group_id] = group
     if item.group:
         trainer.groups[item.group] = group_id

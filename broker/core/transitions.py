@@ -54,9 +54,10 @@ def update_phase(turn: Turn, group: Group) -> None:
     new = _phase_of(group)
     if new == group.phase:
         return
-    _count_phase(policy, group.phase, -1)
-    _count_phase(policy, new, +1)
-    if new == "over" and group.counts.get(TaskState.CONSUMED, 0):
+    if group.budgeted:
+        _count_phase(policy, group.phase, -1)
+        _count_phase(policy, new, +1)
+    if new == "over" and group.budgeted and group.counts.get(TaskState.CONSUMED, 0):
         policy.staleness.consumed_since_version += 1
         group.counted_at = policy.versions.news.sequence
     elif group.phase == "over" and group.counted_at == policy.versions.news.sequence:

@@ -20,8 +20,8 @@ from rollmq.cli.output import FAILED, reports_errors
 def demo(engine: str, python: Path | None, seed: int, steps: int | None, output: Path, plot: Path) -> int:
     """Train a tiny language model from scratch with GRPO, asynchronously, through a broker and real workers.
 
-    Ends with a plot, a summary and the balanced ledger; everything it started is gone. Exit code 1 if the reward did not
-    rise as it must.
+    Ends with a plot, a summary and the balanced ledger; everything it started is gone. Exit code 1 if the reward did
+    not rise as it must.
 
     Example: rollmq demo --engine vllm
     """

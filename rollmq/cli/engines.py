@@ -79,5 +79,5 @@ def list_engines(as_json: bool) -> None:
 
 
 def _fail(error: RollmqError) -> NoReturn:
-    click.echo(f"error: {error}", err=True)
+    click.echo(f"rollmq: {error}", err=True)
     raise SystemExit(2 if isinstance(error, ConfigError) else 1)

@@ -32,7 +32,7 @@ def node(config: Path, broker: str | None, log_level: str) -> None:
         settings = load_settings(NodeConfig, config, {"broker": broker})
         code = run_node(settings, log_level=log_level)
     except ConfigError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"rollmq: {error}", err=True)
         raise SystemExit(2) from None
     raise SystemExit(code)
 

@@ -70,7 +70,7 @@ def worker(config: Path | None, owner_pid: int | None, log_level: str, **values:
     try:
         settings = load_settings(WorkerConfig, config, _overrides(values))
     except ConfigError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"rollmq: {error}", err=True)
         raise SystemExit(2) from None
     set_up_logging(log_level, f"[{settings.name}] ".replace("%", "%%"))
     from workers.worker import run_worker

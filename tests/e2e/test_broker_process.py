@@ -259,3 +259,46 @@ def test_at_rest_with_two_workers_it_costs_little(fleet: Fleet) -> None:
         share = (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - start)
         assert process.memory_info().rss < 80e6
         assert share < 0.02
+
+
+def test_a_stopping_broker_refuses_new_tasks_with_the_reason(fleet: Fleet) -> None:
+    with ScriptedPeer(fleet.address, "math") as trainer:
+        trainer.hello_trainer()
+        trainer.submit("before")
+        assert fleet.broker is not None
+        fleet.broker.process.terminate()
+        codes = set()
+        for number in range(1000):
+            trainer.send(Submit(trainer.session, number, (SubmitItem(f"k{number}"),), (b"b",)))
+            answer = trainer.receive()
+            if isinstance(answer, Refusal):
+                codes.add(answer.code)
+                break
+        assert codes == {RefusalCode.DRAINING}
+        assert fleet.broker.process.wait(20) == 0
+
+
+def test_a_full_disk_refuses_tasks_and_takes_results(tmp_path: Path) -> None:
+    config = tmp_path / "broker.yaml"
+    config.write_text(f"disk_floor_bytes: {2**60}\n")
+    with local_fleet(workers=0, directory=tmp_path) as fleet:
+        with ScriptedPeer(fleet.address, "math") as trainer:
+            trainer.hello_trainer()
+            (task,) = trainer.submit("k")
+        fleet.kill_broker()
+        fleet.broker_args = ("--config", str(config))
+        fleet.start_broker()
+        with ScriptedPeer(fleet.address, "math") as trainer, ScriptedPeer(fleet.address, "w") as worker:
+            trainer.hello_trainer()
+            trainer.send(Submit(trainer.session, 3, (SubmitItem("more"),), (b"b",)))
+            assert trainer.receive(Refusal).code is RefusalCode.DISK_LOW
+            worker.hello_worker()
+            (item,) = worker.receive(Task).items
+            worker.send(Result(worker.session, (ResultItem(task, item.epoch, "0.0", "0.0", 3),), (b"result",)))
+            assert worker.receive(Settled).outcomes[0].code is None
+            assert trainer.receive(Deliver).items[0].task_id == task
+
+
+def test_questions_leave_no_trace_in_the_journal(fleet: Fleet) -> None:
+    before = fleet.status()["journal"]["last_sequence"]
+    assert fleet.status()["journal"]["last_sequence"] == before

@@ -235,7 +235,7 @@ def launch(broker: ScriptedBroker, tmp_path: Path) -> Iterator[Callable[..., Wor
 def test_credit_results_and_a_clean_end(broker: ScriptedBroker, launch: Callable[..., WorkerProcess]) -> None:
     worker = launch()
     hello = broker.welcome(11)
-    assert (hello.name, hello.slots, hello.engine, hello.held, hello.unsent) == ("w0", 2, "embedded", (), ())
+    assert (hello.name, hello.slots, hello.engine, hello.held, hello.unsent) == ("w0", 2, "sim", (), ())
     assert broker.until(Weights).state is WeightState.UPDATING
     broker.until_ready()
     grant = broker.until(Grant)

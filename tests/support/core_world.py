@@ -74,7 +74,7 @@ class World:
         for name, open_state in ((s, s) for s in m.TaskState if s not in m.TERMINAL_STATES):
             assert counted.get(open_state, 0) == state.ledger.counts[name]
         for policy in state.policies.values():
-            phases = [g.phase for g in state.groups.values() if g.policy == policy.name]
+            phases = [g.phase for g in state.groups.values() if g.policy == policy.name and g.budgeted]
             assert policy.staleness.running == phases.count("running")
             assert policy.staleness.ready == phases.count("ready")
         for session in state.sessions.values():

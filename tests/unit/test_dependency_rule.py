@@ -14,7 +14,7 @@ STANDARD_LIBRARY = sys.stdlib_module_names
 
 
 def imports(path: Path, *, top_level_only: bool) -> set[str]:
-    """Top-level packages that a file imports; `top_level_only` leaves out imports inside functions and TYPE_CHECKING."""
+    """Top-level packages that a file imports; `top_level_only` leaves out those inside functions and TYPE_CHECKING."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     nodes = tree.body if top_level_only else list(ast.walk(tree))
     found: set[str] = set()

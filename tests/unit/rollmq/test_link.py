@@ -46,6 +46,11 @@ def opened_link(now: float = 0.0) -> Link:
     return link
 
 
+def poll_until(link: Link, start: float, end: float) -> list[object]:
+    """Polls each second, as the thread does, and returns all instructions."""
+    return [i for second in range(int(start) + 1, int(end) + 1) for i in link.poll(float(second))]
+
+
 def test_it_opens_a_fresh_transport_and_greets() -> None:
     assert make_link().poll(0.0) == [OpenTransport(), Send(HELLO)]
 
@@ -63,8 +68,16 @@ def test_missed_beats_after_a_stall_are_not_sent_in_a_burst() -> None:
     assert link.poll(9.0) == []
 
 
+def test_its_own_stall_is_not_taken_for_the_brokers_silence() -> None:
+    link = opened_link()
+    assert link.poll(100.0) == [Send(Heartbeat(7, 5, 2))]
+    assert not any(isinstance(i, Lost) for i in poll_until(link, 100.0, 107.0))
+    assert any(isinstance(i, Lost) for i in poll_until(link, 107.0, 109.0)), "the silence itself still counts"
+
+
 def test_a_silent_broker_is_given_up_and_greeted_again_on_a_fresh_transport() -> None:
     link = opened_link()
+    assert not any(isinstance(i, Lost) for i in poll_until(link, 0.0, 9.0))
     instructions = link.poll(10.0)
     assert isinstance(instructions[0], CloseTransport)
     assert isinstance(instructions[1], Lost)
@@ -74,8 +87,9 @@ def test_a_silent_broker_is_given_up_and_greeted_again_on_a_fresh_transport() ->
 
 def test_any_message_keeps_the_session() -> None:
     link = opened_link()
+    poll_until(link, 0.0, 9.0)
     link.receive(HeartbeatAck(7), 9.0)
-    assert not any(isinstance(i, Lost) for i in link.poll(12.0))
+    assert not any(isinstance(i, Lost) for i in poll_until(link, 9.0, 18.0))
 
 
 def test_pauses_grow_to_a_bound_and_start_anew_after_a_session() -> None:

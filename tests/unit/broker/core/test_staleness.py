@@ -301,11 +301,44 @@ def test_a_trainer_restored_at_an_earlier_version_takes_the_policy_back() -> Non
     assert world.publish(restored, 2).news.label == "2.2"
 
 
-def test_a_checkpoint_ahead_of_the_journal_is_refused() -> None:
+@pytest.mark.parametrize(("version", "cursor"), [(9, 0), (0, 7)])
+def test_a_checkpoint_of_another_journal_is_refused(version: int, cursor: int) -> None:
     world = World()
     trainer = world.trainer()
-    world.apply(m.Resume(trainer, 2, version=9, cursor=0, taken=()))
+    world.apply(m.Resume(trainer, 2, version=version, cursor=cursor, taken=()))
     assert world.last(trainer, m.Refusal).code is RefusalCode.CONFLICT
+
+
+def test_what_an_abandoned_version_produced_is_run_again_after_going_back() -> None:
+    world = World()
+    trainer, worker = world.trainer(batch=10, eta=4), world.worker(credit=100)
+    world.publish(trainer, 1)
+    world.weights(worker, "1.1")
+    world.publish(trainer, 2)
+    world.weights(worker, "1.2")
+    of_1, of_2 = world.submit(trainer, 2)
+    world.finish(worker, of_1, head="1.1")
+    world.finish(worker, of_2, head="1.1", tail="1.2")
+    world.consume(trainer, of_1, of_2)
+    settings = PolicySettings(10, 4, None, OnStale.RETRY)
+    restored = world.hello(m.Hello(m.Role.TRAINER, "math", b"r" * 16, settings=settings))
+    world.apply(m.Resume(restored, 2, version=1, cursor=0, taken=()))
+    world.apply(m.Grant(restored, 100, 1 << 30))
+    assert world.delivered_to(restored) == [of_1]
+    assert world.task(of_2).state is TaskState.QUEUED
+
+
+def test_evaluation_needs_no_room_in_the_budget_and_goes_first() -> None:
+    world = World()
+    trainer = world.trainer(batch=1, eta=0)
+    training = world.submit(trainer, 2)
+    evaluation = world.submit(trainer, 3, priority=m.Priority.EVAL)
+    worker = world.worker(credit=100)
+    assert world.leased_to(worker) == [*evaluation, training[0]]
+    world.finish(worker, *evaluation)
+    world.consume(trainer, *evaluation)
+    assert world.state.policies["default"].staleness.consumed_since_version == 0
+    assert world.leased_to(worker) == [*evaluation, training[0]]
 
 
 def test_trainers_share_a_fleet_by_cost() -> None:

@@ -9,7 +9,7 @@ SECOND = 1_000_000_000
 
 
 def make_timers() -> Timers:
-    return Timers(heartbeat_s=2.0, dead_after_s=10.0, now_ns=0)
+    return Timers(heartbeat_s=2.0, dead_after_s=10.0, lease_s=30.0, now_ns=0)
 
 
 def due(timers: Timers, now_ns: int) -> list[object]:
@@ -43,6 +43,21 @@ def test_a_stall_of_the_broker_pushes_every_deadline_back() -> None:
     assert timers.due(60 * SECOND) == []
     assert due(timers, 64 * SECOND + 1) == [GraceEnded(3)]
     assert [type(e) for e in due(timers, 70 * SECOND)] == [SessionLost]
+
+
+def test_a_worker_that_beats_without_progress_loses_its_session_after_the_lease() -> None:
+    timers = make_timers()
+    for second in range(0, 32, 2):
+        timers.heard(1, second * SECOND)
+        timers.beat(1, progress=7, running=3, now_ns=second * SECOND)
+        timers.heard(2, second * SECOND)
+        timers.beat(2, progress=second, running=3, now_ns=second * SECOND)
+        timers.heard(3, second * SECOND)
+        timers.beat(3, progress=7, running=0, now_ns=second * SECOND)
+        assert due(timers, second * SECOND) == []
+    (event,) = due(timers, 30 * SECOND + 1)
+    assert isinstance(event, SessionLost) and event.session == 1
+    assert "not moved" in event.reason
 
 
 def test_tasks_expire_in_batches_at_their_time() -> None:
