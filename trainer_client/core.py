@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from rollmq.bodies import decode_trajectory
 from rollmq.errors import TaskFailed
 from rollmq.messages import (
     Cancel,
@@ -45,7 +46,7 @@ from rollmq.messages import (
     Watch,
     Welcome,
 )
-from rollmq.rollout import Trajectory, decode_trajectory
+from rollmq.rollout import Trajectory
 from trainer_client.credit import Credit
 from trainer_client.inbox import Arrival, Inbox
 from trainer_client.requests import Answered, Request, RequestTable

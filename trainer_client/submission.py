@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollmq.bodies import encode_task_spec
 from rollmq.errors import ConfigError
 from rollmq.messages import Priority, SubmitItem
-from rollmq.rollout import ModelRequest, TaskSpec, encode_task_spec
+from rollmq.rollout import ModelRequest, TaskSpec
 
 ITEMS_PER_SUBMIT = 100
 """An outcome is at most 34 bytes of the answer's head, and a head holds 4096."""

@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rollmq.bodies import encode_episode
 from rollmq.errors import EngineUnavailable, GenerationInterrupted, RollmqError
 from rollmq.messages import Reason
-from rollmq.rollout import EpisodeResult, ModelRequest, encode_episode
+from rollmq.rollout import EpisodeResult, ModelRequest
 from workers.generation import EngineResponse
 from workers.labels import parse_label
 from workers.leases import Failed, Finished, Lease, Outcome

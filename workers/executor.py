@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rollmq.bodies import decode_task_spec
 from rollmq.errors import ProtocolError
 from rollmq.messages import Reason
-from rollmq.rollout import decode_task_spec
 from workers.episode import Episode, Generator, Rewarder, check_result
 from workers.failures import describe_failure
 from workers.leases import Failed, Finished, Lease, Outcome

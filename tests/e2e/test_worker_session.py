@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import pytest
 import zmq
 
+from rollmq.bodies import decode_trajectory, encode_task_spec
 from rollmq.codec import MAX_BODY_BYTES, MAX_ITEMS, decode, encode
 from rollmq.messages import (
     Adoption,
@@ -46,14 +47,7 @@ from rollmq.messages import (
     WeightState,
     Welcome,
 )
-from rollmq.rollout import (
-    GenerationHyperparameters,
-    ModelRequest,
-    TaskSpec,
-    Trajectory,
-    decode_trajectory,
-    encode_task_spec,
-)
+from rollmq.rollout import GenerationHyperparameters, ModelRequest, TaskSpec, Trajectory
 
 WAIT_S = 30.0
 BASE = PolicyNews("default", 0, 0, "", 1)

@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 
 from rollmq import GenerationHyperparameters, Group, ModelRequest
+from rollmq.bodies import decode_task_spec, decode_trajectory, encode_episode, encode_task_spec
 from rollmq.errors import ConfigError, ProtocolError
-from rollmq.rollout import (
-    EpisodeResult,
-    TaskSpec,
-    decode_task_spec,
-    decode_trajectory,
-    encode_episode,
-    encode_task_spec,
-)
+from rollmq.rollout import EpisodeResult, TaskSpec
 
 
 def episode(**changes: Any) -> EpisodeResult:

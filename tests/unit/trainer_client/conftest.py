@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import zmq
 
+from rollmq.bodies import encode_episode
 from rollmq.codec import decode, encode
 from rollmq.messages import (
     Bye,
@@ -48,7 +49,7 @@ from rollmq.messages import (
     Watch,
     Welcome,
 )
-from rollmq.rollout import EpisodeResult, encode_episode
+from rollmq.rollout import EpisodeResult
 
 OPEN = {TaskState.QUEUED, TaskState.READY, TaskState.DELIVERED}
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from rollmq.bodies import decode_task_spec
 from rollmq.errors import ConfigError, DeadlineExceeded, TaskFailed
 from rollmq.messages import Cancel, Submit, TaskState
-from rollmq.rollout import GenerationHyperparameters, Group, ModelRequest, decode_task_spec
+from rollmq.rollout import GenerationHyperparameters, Group, ModelRequest
 from trainer_client import AsyncRolloutClient, DiskWeights, RolloutClient
 
 Router = Any

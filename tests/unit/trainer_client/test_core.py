@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollmq.bodies import encode_episode
 from rollmq.errors import TaskFailed
 from rollmq.messages import (
     Consumed,
@@ -33,7 +34,7 @@ from rollmq.messages import (
     Watch,
     Welcome,
 )
-from rollmq.rollout import EpisodeResult, encode_episode
+from rollmq.rollout import EpisodeResult
 from trainer_client.core import ClientCore, failure
 from trainer_client.credit import Credit
 from trainer_client.state import BatchProgress, ClientState

@@ -10,17 +10,10 @@ from typing import Any
 
 import pytest
 
+from rollmq.bodies import decode_trajectory, encode_task_spec
 from rollmq.errors import EngineUnavailable, RequestRejected, RewardError, WorkflowError
 from rollmq.messages import Reason, TaskItem
-from rollmq.rollout import (
-    EpisodeResult,
-    GenerationHyperparameters,
-    ModelRequest,
-    ModelResponse,
-    TaskSpec,
-    decode_trajectory,
-    encode_task_spec,
-)
+from rollmq.rollout import EpisodeResult, GenerationHyperparameters, ModelRequest, ModelResponse, TaskSpec
 from workers.executor import WorkflowExecutor
 from workers.generation import EngineResponse
 from workers.leases import Failed, Finished, Lease, Outcome
