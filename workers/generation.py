@@ -7,7 +7,7 @@ and with the *original* budget less what is there, so that an interruption chang
 - a seed stays where the server's random numbers depend on the position; elsewhere the same one would repeat the same
   numbers, so each segment gets a value derived from it;
 - penalties count the earlier output as well, where the server can be told; otherwise the request starts over;
-- a stop string may begin in one segment and end in the next, where the server cannot see it: it is looked for here.
+- a stop string may begin in one segment and end in the next, where the server cannot see it: such requests start over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from rollmq.errors import EngineUnavailable
 from rollmq.rollout import ModelRequest, ModelResponse
 from workers.backends.base import HttpGenerationResult, Segment
-from workers.labels import LabelSpan, cut_spans, merge_spans, parse_label
+from workers.labels import LabelSpan, merge_spans, parse_label
 
 MAX_EMPTY_ABORTS = 20
 BACKOFF_S = (0.05, 2.0)
@@ -60,7 +60,6 @@ class Generation:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[LabelSpan] = []
-        self._texts: list[bytes] = []
         self._finish = ""
         self._empty_aborts = 0
         self.interruptions = 0
@@ -102,10 +101,6 @@ class Generation:
         self._spans = merge_spans(self._spans, result.spans, before)
         self._ids += result.output_ids
         self._logprobs += result.output_logprobs
-        self._texts += result.token_texts
-        if self._cut_at_crossing_stop(before):
-            self._finish = "stop"
-            return 0.0
         if result.finish_reason != "abort":
             self._finish = result.finish_reason
             return 0.0
@@ -146,8 +141,9 @@ class Generation:
 
     def _interrupted(self, before: int) -> float:
         self.interruptions += 1
-        if self._request.gconfig.frequency_penalty and not self._carries_penalties:
-            self._keep(0)
+        gconfig = self._request.gconfig
+        if gconfig.stop or (gconfig.frequency_penalty and not self._carries_penalties):
+            self._start_over()
         if len(self._ids) > before:
             self._empty_aborts = 0
             return 0.0
@@ -158,25 +154,5 @@ class Generation:
             )
         return min(BACKOFF_S[0] * 2.0 ** (self._empty_aborts - 1), BACKOFF_S[1])
 
-    def _cut_at_crossing_stop(self, before: int) -> bool:
-        """Ends the output at a stop string that began before token `before` and is complete only after it."""
-        stops = [text.encode() for text in self._request.gconfig.stop]
-        if not stops or not before or len(self._texts) != len(self._ids):
-            return False
-        longest = max(map(len, stops))
-        text = b"".join(self._texts[max(0, before - longest) : before])
-        boundary = len(text)
-        for index in range(before, len(self._ids)):
-            text += self._texts[index]
-            if index + 1 >= self._request.gconfig.min_new_tokens and any(-1 < text.find(s) < boundary for s in stops):
-                self._keep(index + 1)
-                return True
-            if len(text) >= boundary + longest:
-                return False
-        return False
-
-    def _keep(self, length: int) -> None:
-        del self._ids[length:]
-        del self._logprobs[length:]
-        del self._texts[length:]
-        self._spans = cut_spans(self._spans, length)
+    def _start_over(self) -> None:
+        self._ids, self._logprobs, self._spans = [], [], []

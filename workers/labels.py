@@ -43,8 +43,3 @@ def merge_spans(spans: list[LabelSpan], more: list[LabelSpan], offset: int) -> l
         else:
             merged.append((label, start + offset, end + offset))
     return merged
-
-
-def cut_spans(spans: list[LabelSpan], length: int) -> list[LabelSpan]:
-    """The part of `spans` that covers the first `length` tokens."""
-    return [(label, start, min(end, length)) for label, start, end in spans if start < length]

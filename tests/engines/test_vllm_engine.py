@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -48,6 +49,7 @@ class Rig:
     model_a: Path
     model_b: Path
     label: str = "0.0"
+    on_b: bool = False
 
     async def update(self, path: Path, label: str, mode: PauseMode) -> None:
         report = await self.engine.update_weights(str(path), label, mode)
@@ -55,16 +57,40 @@ class Rig:
         self.label = label
 
     async def start_long(self, count: int = 8) -> list[asyncio.Task[EngineResponse]]:
-        """Long requests, returned once each has some tokens.
-
-        Requests that run share every step: when short ones sent after them have ended, the long ones are on their way.
-        """
+        """Long requests, returned once the server says that all of them run and have tokens."""
+        before = await self.metric("generation_tokens_total")
         tasks = [asyncio.create_task(self.engine.generate(long_request(i))) for i in range(count)]
-        short = ModelRequest([9], GenerationHyperparameters(max_new_tokens=4, ignore_eos=True))
-        for _ in range(2):
-            await self.engine.generate(short)
-        assert not any(task.done() for task in tasks), "the machine is too busy: long requests ended before short ones"
+        async with asyncio.timeout(60):
+            while not any(task.done() for task in tasks):
+                running = await self.metric("num_requests_running")
+                if running >= count and await self.metric("generation_tokens_total") > before + 10 * count:
+                    break
         return tasks
+
+    async def metric(self, name: str) -> float:
+        """A number that the server exposes."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(self.engine.describe()["url"] + "/metrics") as answer,
+        ):
+            text = await answer.text()
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:{name}{{"))
+
+    async def update_in_flight(self, mode: PauseMode) -> tuple[str, str, list[EngineResponse]]:
+        """(old label, new label, results) of an update while 8 long requests run, each with tokens of both weights.
+
+        On a busy machine requests may end before the update comes; then the moment was missed, and it is tried again.
+        """
+        for _ in range(4):
+            old, path = self.label, self.model_a if self.label != "0.0" and self.on_b else self.model_b
+            tasks = await self.start_long()
+            new = f"1.{int(old.split('.')[1]) + 1}"
+            await self.update(path, new, mode)
+            self.on_b = path == self.model_b
+            results = await asyncio.gather(*tasks)
+            if all(len(result.label_spans) > 1 for result in results):
+                return old, new, results
+        raise AssertionError("four times, long requests ended before an update of the weights came through")
 
 
 def launch_spec(model: Path, log_dir: Path, interpreter: Path) -> LaunchSpec:
@@ -145,33 +171,29 @@ async def test_bad_requests_are_refused_and_others_go_on(rig: Rig) -> None:
 
 
 async def test_update_in_mode_keep_continues_requests_with_an_exact_boundary(rig: Rig) -> None:
-    old = rig.label
-    tasks = await rig.start_long()
-    await rig.update(rig.model_b, "1.1", "keep")
-    for result in await asyncio.gather(*tasks):
+    old, new, results = await rig.update_in_flight("keep")
+    for result in results:
         assert len(result.response.output_ids) == len(result.response.output_logprobs) == LONG
         (first, second) = result.label_spans
-        assert first == (old, 0, second[1]) and second == ("1.1", first[2], LONG)
+        assert first == (old, 0, second[1]) and second == (new, first[2], LONG)
         assert 0 < first[2] < LONG
         assert result.response.interruptions == 0
 
 
 async def test_update_in_mode_abort_resumes_with_the_budget_left(rig: Rig) -> None:
-    old = rig.label
-    tasks = await rig.start_long()
-    await rig.update(rig.model_a, "1.2", "abort")
-    for index, result in enumerate(await asyncio.gather(*tasks)):
+    old, new, results = await rig.update_in_flight("abort")
+    for index, result in enumerate(results):
         response = result.response
         assert len(response.output_ids) == len(response.output_logprobs) == LONG
         boundary = result.label_spans[0][2]
-        assert result.label_spans == ((old, 0, boundary), ("1.2", boundary, LONG))
+        assert result.label_spans == ((old, 0, boundary), (new, boundary, LONG))
         assert response.input_ids == [index + 1, 2, 3] and response.interruptions == 1
 
 
 async def test_update_in_mode_wait_lets_requests_end_first(rig: Rig) -> None:
     old = rig.label
     tasks = await rig.start_long(2)
-    await rig.update(rig.model_b, "1.3", "wait")
+    await rig.update(rig.model_b, "1.20", "wait")
     assert [result.label_spans for result in await asyncio.gather(*tasks)] == [((old, 0, LONG),)] * 2
 
 
@@ -199,7 +221,7 @@ asyncio.run(main())
 async def test_greedy_equals_a_server_started_on_the_weights_and_nothing_survives_its_owner(
     rig: Rig, tmp_path: Path
 ) -> None:
-    await rig.update(rig.model_b, "1.4", "keep")
+    await rig.update(rig.model_b, "1.21", "keep")
     updated = (await rig.engine.generate(greedy_request())).response.output_ids
     arguments = [str(rig.model_b), str(tmp_path), str(python_for("vllm"))]
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, *arguments, stdout=subprocess.PIPE)

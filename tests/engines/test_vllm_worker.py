@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 300.0
 SHAPE = {"hidden_size": 128, "max_position": 4096, "dtype": "bfloat16"}
-LONG = 1200
+LONG = 1500
 GREEDY = GenerationHyperparameters(max_new_tokens=24, greedy=True, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [100, 3], [250, 1, 9, 40]]
 
@@ -85,41 +85,52 @@ def test_64_tasks_return_with_the_right_lengths_and_finite_logprobs(client: Roll
         assert trajectory.version_spans == [(0, 0, length)]
 
 
-def test_an_update_with_8_long_requests_in_flight_gives_exact_spans(
-    client: RolloutClient, fleet: Fleet, models: tuple[Path, Path]
-) -> None:
+def update_in_flight(client: RolloutClient, weights: Path) -> tuple[int, list[Trajectory]]:
+    """(new version, trajectories) of 8 long requests during which new weights were published."""
     gconfig = GenerationHyperparameters(max_new_tokens=LONG, ignore_eos=True)
     tasks = [client.submit(ModelRequest([1 + i, 2], gconfig)) for i in range(8)]
 
     def started() -> bool:
-        rows = client.tasks(state="leased")
-        return sum(row["started"] for row in rows) == 8
+        return sum(row["started"] for row in client.tasks(state="leased")) == 8
 
     wait_until("8 requests have started", started)
-    # Short requests after the long ones: when they are back, the long ones have tokens.
-    generate(client, [[9, 9]], GenerationHyperparameters(max_new_tokens=8, ignore_eos=True))
-    client.publish_weights(DiskWeights(models[1]), version=1)
-    for task in tasks:
-        trajectory = client.wait(task, timeout=TIMEOUT_S)
-        assert len(trajectory.output_ids) == LONG
-        assert trajectory.attempts == 1
+    version = client.version + 1
+    client.publish_weights(DiskWeights(weights), version=version)
+    return version, [client.wait(task, timeout=TIMEOUT_S) for task in tasks]
+
+
+def test_an_update_with_8_long_requests_in_flight_gives_exact_spans(
+    client: RolloutClient, models: tuple[Path, Path]
+) -> None:
+    """On a busy machine the requests may end before the update comes, or have no token yet: tried again then."""
+    for attempt in range(4):
+        version, trajectories = update_in_flight(client, models[1 - attempt % 2])
+        assert all(len(t.output_ids) == LONG and t.attempts == 1 for t in trajectories)
+        if all(len(t.version_spans) == 2 for t in trajectories):
+            break
+    else:
+        raise AssertionError("four times, no update came while all 8 requests were in flight")
+    for trajectory in trajectories:
         (first, second) = trajectory.version_spans
-        assert first[0] == 0 and first[1] == 0 and 0 < first[2] == second[1] and second[2] == LONG and second[0] == 1
-        assert (trajectory.head_version, trajectory.tail_version) == (0, 1)
+        assert first == (version - 1, 0, second[1]) and second == (version, first[2], LONG)
+        assert (trajectory.head_version, trajectory.tail_version) == (version - 1, version)
 
 
-def test_greedy_output_after_the_update_is_that_of_the_new_weights(
+def test_greedy_output_after_an_update_is_that_of_the_new_weights(
     client: RolloutClient, models: tuple[Path, Path]
 ) -> None:
     """And after another update to the first weights it is theirs again: nothing of an old cache is used."""
-    second = [t.output_ids for t in generate(client, PROMPTS, GREEDY)]
-    client.publish_weights(DiskWeights(models[0]), version=2)
-    first = generate(client, PROMPTS, GREEDY)
-    assert all(t.version_spans == [(2, 0, 24)] for t in first)
-    client.publish_weights(DiskWeights(models[1]), version=3)
-    again = [t.output_ids for t in generate(client, PROMPTS, GREEDY)]
+
+    def greedy_on(weights: Path) -> list[list[int]]:
+        client.publish_weights(DiskWeights(weights), version=client.version + 1)
+        wait_until("the worker has them", lambda: client.status()["workers"][0]["version"] == client.version)
+        trajectories = generate(client, PROMPTS, GREEDY)
+        assert all(t.version_spans == [(client.version, 0, 24)] for t in trajectories)
+        return [t.output_ids for t in trajectories]
+
+    second, first, again = greedy_on(models[1]), greedy_on(models[0]), greedy_on(models[1])
     assert again == second
-    assert [t.output_ids for t in first] != second
+    assert first != second
 
 
 def test_kill_9_of_the_worker_leaves_no_process_of_the_engine(fleet: Fleet) -> None:

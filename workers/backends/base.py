@@ -34,7 +34,6 @@ class HttpGenerationResult:
         spans: (label, start, end) as the engine reports them, covering all output ids.
         finish_reason: `stop`, `length` or `abort`.
         stop_reason: the id or string that stopped it, if the engine says.
-        token_texts: the bytes of each token, where stop strings were asked for; else empty.
     """
 
     output_ids: list[int]
@@ -42,7 +41,6 @@ class HttpGenerationResult:
     spans: list[LabelSpan]
     finish_reason: str
     stop_reason: int | str | None = None
-    token_texts: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -165,8 +164,6 @@ class VLLMBackend:
         if gconfig.frequency_penalty and segment.prior_ids:
             sampling["logit_bias"] = _penalty_so_far(gconfig.frequency_penalty, segment.prior_ids)
         payload = {"request_id": rid, "token_ids": segment.prompt_ids, "sampling_params": sampling}
-        if gconfig.stop:
-            payload["output_mode"] = "text"  # each token with its text, to find stop strings across interruptions
         return HttpRequest("/inference/v1/generate", payload)
 
     def parse_generation(self, body: Mapping[str, Any]) -> HttpGenerationResult:
@@ -178,14 +175,13 @@ class VLLMBackend:
         try:
             values = [entry["logprob"] for entry in content]
             named = [entry["token_id"] for entry in content if "token_id" in entry]
-            texts = tuple(bytes(entry["bytes"]) for entry in content if entry.get("bytes") is not None)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineUnavailable(f"vLLM answered logprobs of an unknown form: {error!r:.200}") from error
         if any(value is None or value <= NON_FINITE_LOGPROB for value in values):
             raise EngineUnavailable("vLLM answered a logprob that is not finite; the sample is of no use")
         if named and named != ids:
             raise EngineUnavailable("vLLM answered logprobs of other token ids than those it generated")
-        result = checked_result(
+        return checked_result(
             ids,
             values,
             choice.get("weight_versions"),
@@ -193,7 +189,6 @@ class VLLMBackend:
             choice.get("stop_reason"),
             self.name,
         )
-        return replace(result, token_texts=texts if len(texts) == len(result.output_ids) else ())
 
     def abort_request(self, rids: Sequence[str]) -> HttpRequest:
         """By the id the server made of ours. An empty list would abort everything."""

@@ -16,12 +16,11 @@ def start(carries_penalties: bool = True, seeds_by_position: bool = False, **sam
     return Generation(request, carries_penalties=carries_penalties, seeds_by_position=seeds_by_position)
 
 
-def piece(text: str, finish: str = "abort", label: str = "0.0", texts: bool = False) -> HttpGenerationResult:
+def piece(text: str, finish: str = "abort", label: str = "0.0") -> HttpGenerationResult:
     """A segment whose tokens are the bytes of `text`."""
     ids = list(text.encode())
     spans = [(label, 0, len(ids))] if ids else []
-    token_texts = tuple(bytes([i]) for i in ids) if texts else ()
-    return HttpGenerationResult(ids, [-1.0] * len(ids), spans, finish, token_texts=token_texts)
+    return HttpGenerationResult(ids, [-1.0] * len(ids), spans, finish)
 
 
 def test_the_original_budget_less_what_is_there_is_asked_for() -> None:
@@ -118,27 +117,11 @@ def test_a_penalty_that_cannot_be_carried_over_makes_the_request_start_over() ->
     assert generation.result().label_spans == (("0.2", 0, 2),)
 
 
-def test_a_stop_string_across_an_interruption_ends_the_output_at_its_last_token() -> None:
+def test_a_request_with_stop_strings_starts_over_since_one_may_cross_the_interruption() -> None:
     generation = start(stop=("STOP",))
-    generation.accept(piece("abST", texts=True))
-    generation.accept(piece("OPxy", label="0.1", texts=True))
-    assert generation.finished
+    generation.accept(piece("abST"))
+    assert generation.next_segment().prompt_ids == [7, 8]
+    generation.accept(piece("abSTOP", "stop", label="0.1"))
     response = generation.result().response
     assert bytes(response.output_ids) == b"abSTOP" and response.stop_reason == "stop"
-    assert response.version_spans == [(0, 0, 4), (1, 4, 6)]
-    assert len(response.output_logprobs) == 6
-
-
-def test_a_stop_string_may_stretch_over_three_segments() -> None:
-    generation = start(stop=("STOP",))
-    for text in ("aS", "TO", "Pz"):
-        generation.accept(piece(text, texts=True))
-    assert bytes(generation.result().response.output_ids) == b"aSTOP"
-
-
-def test_text_that_only_begins_like_a_stop_string_goes_on() -> None:
-    generation = start(stop=("STOP",))
-    generation.accept(piece("abST", texts=True))
-    generation.accept(piece("ORxy", texts=True))
-    assert not generation.finished
-    assert generation.next_segment().gconfig.max_new_tokens == 2
+    assert response.version_spans == [(1, 0, 6)] and len(response.output_logprobs) == 6

@@ -92,10 +92,9 @@ def test_vllm_penalties_count_the_tokens_of_earlier_segments() -> None:
     assert "logit_bias" not in sampling(RICH.new(frequency_penalty=0.0), [9])
 
 
-def test_vllm_stop_strings_ask_for_the_text_of_each_token() -> None:
+def test_vllm_stop_strings_are_left_to_the_server() -> None:
     payload = VLLMBackend().generation_request("r", segment(RICH.new(stop=("</a>",))), LIMITS).payload
     assert payload is not None
-    assert payload["output_mode"] == "text"
     assert payload["sampling_params"]["stop"] == ["</a>"] and payload["sampling_params"]["detokenize"]
 
 
@@ -133,11 +132,6 @@ def vllm_body(**changes: Any) -> dict[str, Any]:
 def test_vllm_answer() -> None:
     result = VLLMBackend().parse_generation(vllm_body())
     assert result == HttpGenerationResult([4, 5], [-0.5, -1.0], [("1.2", 0, 1), ("1.3", 1, 2)], "abort")
-
-
-def test_vllm_answer_with_texts() -> None:
-    content = [{"token": "a", "logprob": -0.5, "bytes": [97]}, {"token": "b", "logprob": -1.0, "bytes": [98]}]
-    assert VLLMBackend().parse_generation(vllm_body(logprobs={"content": content})).token_texts == (b"a", b"b")
 
 
 def test_vllm_empty_abort() -> None:
