@@ -35,6 +35,8 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 DEFAULT_TEXT_LIMIT = 128
 BYTES_LIMIT = 64
 INT_LIMIT = 2**63
+FIRST_INTERNAL_TYPE = 128
+"""From here on, types are events that only the journal sees."""
 
 _PREFIX = struct.Struct("<2sBB")
 _ITEM = struct.Struct("<II")
@@ -174,6 +176,8 @@ def _decode_head(frame: bytes) -> tuple[Layout, dict[str, Any]]:
         raise ProtocolError(f"magic is {magic!r}, not {MAGIC!r}: the peer does not speak rollmq")
     if version != PROTOCOL_VERSION:
         raise ProtocolError(f"protocol version {version} is not {PROTOCOL_VERSION}: use the same rollmq on both ends")
+    if kind >= FIRST_INTERNAL_TYPE:
+        raise ProtocolError(f"message type {kind} is of the broker's own events and may not be sent")
     layout = _layout_by_type(kind)
     if len(frame) - _PREFIX.size > layout.limit:
         raise ProtocolError(f"{layout.cls.__name__} head of {len(frame)} bytes is over {layout.limit}")

@@ -16,6 +16,7 @@ from rollmq.messages import (
     Adoption,
     ByeAck,
     Hello,
+    OnStale,
     PolicyNews,
     PolicySettings,
     Reason,
@@ -29,7 +30,7 @@ from rollmq.messages import (
 )
 
 SESSION_SHIFT = 32
-NEUTRAL_POLICY = PolicySettings(1, 0, None, "retry")  # type: ignore[arg-type]
+NEUTRAL_POLICY = PolicySettings(1, 0, None, OnStale.RETRY)
 
 
 def hello(turn: Turn, message: Hello) -> None:
@@ -62,9 +63,11 @@ def _refuse(state: BrokerState, message: Hello) -> Refusal | None:
         return refuse(RefusalCode.MALFORMED, f"worker {message.name} says it has no slots")
     if message.role is not Role.TRAINER:
         return None
-    if message.settings is None or message.settings.consumer_batch_size < 1:
-        return refuse(RefusalCode.MALFORMED, f"trainer {message.name} needs policy settings with a batch size >= 1")
-    return _refuse_trainer(state, message, message.settings)
+    settings = message.settings
+    if settings is None or settings.consumer_batch_size < 1 or settings.max_concurrent_rollouts == 0:
+        text = f"trainer {message.name} needs policy settings with a batch size and a concurrency of at least 1"
+        return refuse(RefusalCode.MALFORMED, text)
+    return _refuse_trainer(state, message, settings)
 
 
 def _refuse_trainer(state: BrokerState, message: Hello, settings: PolicySettings) -> Refusal | None:

@@ -27,6 +27,9 @@ from rollmq.messages import (
 )
 
 OUTCOMES_PER_ANSWER = 100
+LONGEST_DEADLINE_S = 10 * 365 * 86_400.0
+LARGEST_COST = 2**31
+"""Bounds what one task can add to a trainer's virtual time, so that no sum leaves 64 bits."""
 
 
 def submit(turn: Turn, session: SessionState, message: Submit) -> None:
@@ -102,7 +105,7 @@ def _group_for(turn: Turn, trainer: Trainer, item: SubmitItem) -> Group | None:
 
 def _create(turn: Turn, trainer: Trainer, group: Group, item: SubmitItem, digest: int, body: BodyRef) -> Task:
     state = turn.state
-    deadline_s = item.deadline_s or state.settings.task_deadline_s
+    deadline_s = min(item.deadline_s or state.settings.task_deadline_s, LONGEST_DEADLINE_S)
     task = Task(
         task_id=state.next_task,
         trainer=trainer.name,
@@ -113,7 +116,7 @@ def _create(turn: Turn, trainer: Trainer, group: Group, item: SubmitItem, digest
         group=group.group_id,
         member=item.member,
         priority=item.priority,
-        cost=item.cost,
+        cost=min(item.cost, LARGEST_COST),
         submitted_ns=turn.now_ns,
         deadline_ns=turn.now_ns + int(deadline_s * 1e9),
     )

@@ -13,14 +13,6 @@ from rollmq.messages import PolicyNews
 REMEMBERED_VERSIONS = 64
 
 
-def parse_label(label: str) -> tuple[int, int] | None:
-    """(run epoch, version) of a label, or None if it is not one."""
-    epoch, dot, version = label.partition(".")
-    if not dot or not epoch.isascii() or not version.isascii() or not epoch.isdigit() or not version.isdigit():
-        return None
-    return int(epoch), int(version)
-
-
 @dataclass(slots=True)
 class PolicyVersions:
     """The published versions of one policy, oldest first.

@@ -114,6 +114,7 @@ GARBAGE = [
     [b"x"] * 5,
     [b"RQ\x01\x14\x80"],
     [b""],
+    [b"RQ\x01\x82\x81\xa5tasks\x90"],
 ]
 
 

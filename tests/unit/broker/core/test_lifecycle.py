@@ -270,6 +270,16 @@ def test_too_many_open_tasks_are_refused_as_busy() -> None:
     assert refusal.retry_after_s > 0
 
 
+def test_absurd_deadlines_and_costs_are_bounded() -> None:
+    from broker.core.fingerprint import state_hash
+
+    world = World()
+    trainer, worker = world.trainer(), world.worker()
+    tasks = world.submit(trainer, 4, deadline_s=1e300, cost=2**62)
+    assert world.leased_to(worker) == tasks
+    assert state_hash(world.state) == world.replayed_hash()
+
+
 def test_ended_tasks_are_forgotten_beyond_the_retention() -> None:
     world = World(retain_ended=2)
     trainer, worker = world.trainer(batch=100), world.worker(credit=100)
