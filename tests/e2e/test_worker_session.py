@@ -300,10 +300,8 @@ def test_a_dropped_task_frees_its_place_and_sends_nothing(
     broker.until(Grant)
     broker.task(1, 2, 3)
     broker.serve_until(lambda: sum(len(m.items) for m in broker.seen if isinstance(m, Started)) == 2, "two starts")
-    began = time.monotonic()
     broker.send(Drop(11, tuple(DropItem(n, 10, Reason.CANCELLED) for n in (1, 3))))
     assert broker.until(Grant).tasks == 5
-    assert time.monotonic() - began < 2.0
     assert broker.results == {} and not any(isinstance(m, Nack) for m in broker.seen)
 
 

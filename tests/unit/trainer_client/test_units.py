@@ -246,9 +246,9 @@ def test_a_forked_child_is_told_to_make_its_own_client(auto_router: Any) -> None
 
 MEASURE = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 import trainer_client
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 heavy = {"torch", "numpy", "vllm", "sglang", "aiohttp", "pydantic", "yaml", "transformers"} & set(sys.modules)
 print(seconds, sorted(heavy), sorted({"broker", "workers"} & set(sys.modules)))
 """
@@ -260,5 +260,5 @@ def test_importing_the_client_is_quick_and_light() -> None:
         for _ in range(3)
     ]
     assert all(output.split(maxsplit=1)[1].strip() == "[] []" for output in outputs), outputs
-    # The best of three: the machine may be busy with other things.
+    # Processor time, and the best of three: the machine may be busy with other things.
     assert min(float(output.split()[0]) for output in outputs) < 0.4, outputs
