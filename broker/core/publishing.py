@@ -137,7 +137,7 @@ def _go_back(turn: Turn, policy: Policy, version: int) -> None:
             drop_lease(turn, task, Reason.REWOUND)
             requeue(turn, task, Reason.REWOUND, f"trainer restored at version {version}")
     news = policy.versions.go_back(earlier, turn.sequence)
-    policy.staleness.version_went_back()
+    policy.staleness.start_anew()
     turn.decide(0, -1, f"policy {policy.name} went back to {news.label}")
     turn.effects.append(Broadcast(news, turn.sequence))
     turn.dispatch.add(policy.name)

@@ -202,7 +202,9 @@ def _welcome_trainer(turn: Turn, session: SessionState, message: Hello) -> None:
         policy.owner = message.name
     if policy.owner == message.name:
         policy.staleness.settings = message.settings
-        policy.versions.epoch += 1 if is_new_instance else 0
+        if is_new_instance:
+            policy.versions.epoch += 1
+            policy.staleness.start_anew()
         turn.dispatch.add(policy.name)
     return_deliveries(turn, trainer)
     _welcome(

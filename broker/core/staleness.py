@@ -51,8 +51,11 @@ class StalenessController:
         Without the carry a trainer that takes more than B per version would be let further ahead than eta; a
         trainer that takes less earns nothing by it, since the carry is never negative.
         """
-        self.consumed_since_version = max(0, self.consumed_since_version - self.settings.consumer_batch_size)
+        batch, eta = self.settings.consumer_batch_size, self.settings.max_head_offpolicyness
+        carry = max(0, self.consumed_since_version - batch)
+        # More than eta * B can be left over only if the settings shrank meanwhile; a batch must stay possible.
+        self.consumed_since_version = min(carry, eta * batch)
 
-    def version_went_back(self) -> None:
-        """The policy returned to an earlier version: counting starts anew."""
+    def start_anew(self) -> None:
+        """A new incarnation of the owner, or a way back to an earlier version: what was consumed feeds no batch."""
         self.consumed_since_version = 0

@@ -61,7 +61,8 @@ def update_phase(turn: Turn, group: Group) -> None:
         policy.staleness.consumed_since_version += 1
         group.counted_at = policy.versions.news.sequence
     elif group.phase == "over" and group.counted_at == policy.versions.news.sequence:
-        policy.staleness.consumed_since_version -= 1
+        # Counting may have started anew since.
+        policy.staleness.consumed_since_version = max(0, policy.staleness.consumed_since_version - 1)
         group.counted_at = 0
     group.phase = new
     turn.dispatch.add(group.policy)

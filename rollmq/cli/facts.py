@@ -72,22 +72,25 @@ def _show_status(console: Console, document: dict[str, Any]) -> None:
         f"journal {journal['directory']}: {journal['last_sequence']} records, {journal['bytes'] / 1e6:.1f} MB, "
         f"{journal['mode']} ({journal['loss_window']})"
     )
-    console.print(_table("ledger", tuple(document["ledger"]), [document["ledger"]]))
-    rows = [{"policy": name, **values} for name, values in document["policies"].items()]
-    columns: Sequence[str] = (
-        "policy",
-        "owner",
-        "label",
-        "running_groups",
-        "ready_groups",
-        "consumed_since_version",
-        "capacity",
-    )
-    console.print(_table("policies", columns, rows))
-    columns = ("name", "engine", "policy", "slots", "leases", "label", "weights", "detail")
+    console.print(_ledger_line(document["ledger"]))
+    console.print(_policy_table(document["policies"]))
+    columns: Sequence[str] = ("name", "engine", "policy", "slots", "leases", "label", "weights", "detail")
     console.print(_table("workers", columns, document["workers"]))
     columns = ("name", "policy", "connected", "open_tasks", "ready")
     console.print(_table("trainers", columns, document["trainers"]))
+
+
+def _ledger_line(ledger: dict[str, int]) -> str:
+    """The ledger as the sum that it is."""
+    states = " + ".join(f"{count} {name}" for name, count in ledger.items() if name != "submitted")
+    return f"ledger: {ledger['submitted']} submitted = {states}"
+
+
+def _policy_table(policies: dict[str, Any]) -> Table:
+    short = {"running_groups": "running", "ready_groups": "ready", "consumed_since_version": "consumed"}
+    rows = [{"policy": name, **{short.get(k, k): v for k, v in values.items()}} for name, values in policies.items()]
+    columns = ("policy", "owner", "label", "running", "ready", "consumed", "capacity")
+    return _table("policies, in groups; consumed since the version", columns, rows)
 
 
 def _table(title: str, columns: Sequence[str], rows: list[dict[str, Any]]) -> Table:

@@ -91,6 +91,36 @@ def test_the_budget_does_not_inflate_when_batches_vary() -> None:
         assert world.state.policies["default"].staleness.capacity() <= 8
 
 
+def test_a_trainer_that_lost_its_batch_gets_another_at_the_same_version() -> None:
+    """It consumed B, crashed before publishing, and has no state: with eta = 0 it would otherwise wait for ever."""
+    world = World()
+    trainer, worker = world.trainer(batch=2, eta=0), world.worker(credit=100)
+    tasks = world.submit(trainer, 2)
+    world.finish(worker, *tasks)
+    world.consume(trainer, *tasks)
+    restarted = world.trainer(batch=2, eta=0, nonce=b"n" * 16)
+    again = world.submit(restarted, 2)
+    assert world.leased_to(worker) == [*tasks, *again]
+
+
+def test_a_reconnect_of_the_same_instance_keeps_what_was_consumed() -> None:
+    world = World()
+    trainer, worker = world.trainer(batch=2, eta=0), world.worker(credit=100)
+    tasks = world.submit(trainer, 2)
+    world.finish(worker, *tasks)
+    world.consume(trainer, *tasks)
+    reconnected = world.trainer(batch=2, eta=0)
+    world.submit(reconnected, 2)
+    assert world.leased_to(worker) == tasks
+
+
+def test_smaller_bounds_leave_room_for_a_batch_after_one_version() -> None:
+    rule = controller(batch=4, eta=1)
+    rule.consumed_since_version = 3000
+    rule.version_published()
+    assert rule.capacity() == 4
+
+
 def test_a_restart_at_a_high_version_keeps_the_budget() -> None:
     """AReaL 1388: at version 40 the budget is (eta + 1) B, not 40 B."""
     world = World()
