@@ -12,11 +12,6 @@ LabelSpan = tuple[str, int, int]
 """(label, start, end): half open over output tokens."""
 
 
-def format_label(epoch: int, version: int) -> str:
-    """The label of `version` published in the policy's run epoch `epoch`."""
-    return f"{epoch}.{version}"
-
-
 def parse_label(label: str | None) -> tuple[int, int]:
     """(epoch, version) of a label.
 

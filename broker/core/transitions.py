@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 
 from broker.core.model import Group, Policy, Task
-from broker.core.states import STATE_INDEX, TRANSITIONS, is_terminal
+from broker.core.states import STATE_INDEX, is_legal, is_terminal
 from broker.core.turn import Turn
 from rollmq.messages import (
     CAUSE_OF,
@@ -23,7 +23,7 @@ QUEUED, LEASED, READY, DELIVERED = TaskState.QUEUED, TaskState.LEASED, TaskState
 def move(turn: Turn, task: Task, new: TaskState, detail: str = "") -> None:
     """Moves a task along one legal transition."""
     old = task.state
-    if new not in TRANSITIONS[old]:
+    if not is_legal(old, new):
         raise AssertionError(f"task {task.task_id} cannot go from {old} to {new} ({detail}); this is a bug in the core")
     task.state = new
     turn.state.ledger.move(old, new)

@@ -46,7 +46,6 @@ class PlainDisplay:
     def __init__(self, config: DemoConfig, console: Console) -> None:
         self._config = config
         self._console = console
-        self._shown = 0
 
     def __enter__(self) -> Self:
         return self

@@ -27,7 +27,7 @@ def broker(config: Path | None, verbose: bool, **overrides: Any) -> int:
 
     Example: rollmq broker --bind tcp://127.0.0.1:5555 --journal ./journal
     """
-    set_up_logging(verbose)
+    set_up_logging("debug" if verbose else "info")
     from broker.run import BrokerReady, run_broker
 
     def announce(ready: BrokerReady) -> None:

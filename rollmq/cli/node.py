@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from rollmq.cli.worker import log_level_option, set_up_logging
+from rollmq.cli.output import log_level_option, reports_errors, set_up_logging
 from rollmq.config import NodeConfig, load_settings
-from rollmq.errors import ConfigError
 
 
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), required=True, help="YAML file of the node's workers.")
 @click.option("--broker", help="Address of the broker; wins over the file.")
 @log_level_option
-def node(config: Path, broker: str | None, log_level: str) -> None:
+@reports_errors
+def node(config: Path, broker: str | None, log_level: str) -> int:
     """Run all workers of this machine, one process each, and start those again that end.
 
     SIGTERM and Ctrl-C drain all workers; a second one kills them. Exit codes: 0 all ended, 1 some had to be killed,
@@ -28,13 +28,7 @@ def node(config: Path, broker: str | None, log_level: str) -> None:
     set_up_logging(log_level, "[node] ")
     from workers.node import run_node
 
-    try:
-        settings = load_settings(NodeConfig, config, {"broker": broker})
-        code = run_node(settings, log_level=log_level)
-    except ConfigError as error:
-        click.echo(f"rollmq: {error}", err=True)
-        raise SystemExit(2) from None
-    raise SystemExit(code)
+    return run_node(load_settings(NodeConfig, config, {"broker": broker}), log_level=log_level)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,23 @@ MISUSE = 2
 P = ParamSpec("P")
 
 
-def set_up_logging(verbose: bool = False) -> None:
-    """Log lines go to standard error with time, level and logger."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-        force=True,
-    )
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def set_up_logging(level: str, prefix: str = "") -> None:
+    """Log lines go to standard error, each with the prefix in front."""
+    logging.basicConfig(level=level.upper(), format=prefix + LOG_FORMAT, stream=sys.stderr, force=True)
+
+
+def log_level_option(function: Any) -> Any:
+    """The option `--log-level`."""
+    return click.option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default="info",
+        show_default=True,
+        help="How much is logged to stderr.",
+    )(function)
 
 
 def print_json(document: Any) -> None:

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from rollmq.cli.output import log_level_option, reports_errors, set_up_logging
 from rollmq.config import DEFAULT_ADDRESS, WorkerConfig, load_settings
 from rollmq.errors import ConfigError
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-def set_up_logging(level: str, prefix: str = "") -> None:
-    """Log lines to stderr, each with the prefix in front."""
-    logging.basicConfig(level=level.upper(), format=prefix + LOG_FORMAT, stream=sys.stderr, force=True)
-
-
-def log_level_option(function: Any) -> Any:
-    """The option `--log-level`."""
-    return click.option(
-        "--log-level",
-        type=click.Choice(["debug", "info", "warning", "error"]),
-        default="info",
-        show_default=True,
-        help="How much is logged to stderr.",
-    )(function)
 
 
 @click.command()
@@ -52,7 +33,8 @@ def log_level_option(function: Any) -> Any:
 @click.option("--reward", "rewards", multiple=True, metavar="NAME=MODULE:FUNCTION", help="A reward; repeatable.")
 @click.option("--owner-pid", type=int, hidden=True, help="End, killed, when this parent process ends.")
 @log_level_option
-def worker(config: Path | None, owner_pid: int | None, log_level: str, **values: Any) -> None:
+@reports_errors
+def worker(config: Path | None, owner_pid: int | None, log_level: str, **values: Any) -> int:
     """Run one worker: it launches an inference server, pulls tasks from the broker, and returns trajectories.
 
     SIGTERM and Ctrl-C drain: what runs may finish, the rest is given back. A second one ends it at once.
@@ -67,15 +49,11 @@ def worker(config: Path | None, owner_pid: int | None, log_level: str, **values:
         from workers.parent_death import die_with_parent
 
         die_with_parent(owner_pid)
-    try:
-        settings = load_settings(WorkerConfig, config, _overrides(values))
-    except ConfigError as error:
-        click.echo(f"rollmq: {error}", err=True)
-        raise SystemExit(2) from None
+    settings = load_settings(WorkerConfig, config, _overrides(values))
     set_up_logging(log_level, f"[{settings.name}] ".replace("%", "%%"))
     from workers.worker import run_worker
 
-    raise SystemExit(run_worker(settings))
+    return run_worker(settings)
 
 
 def _overrides(values: dict[str, Any]) -> dict[str, Any]:
